@@ -107,7 +107,7 @@ pub(crate) fn prepare(set: &str) -> Result<()> {
     command.args(["--nonblock", "--no-fork"]).arg(folder.join("lock"));
     command.args(["bash", "tests/interop/lab/setup.sh"]).arg(folder);
     // As `ferroce-interop` does where it is not told which.
-    command.arg(if set == "full" { "6.1,6.12" } else { "6.1" });
+    command.arg(if set == "full" { "6.1,6.12,7.3" } else { "6.1" });
     // A package manager must not be interrupted: ctrl-C of a terminal goes to us alone, and the script ends after its step.
     let mut child = command
         .process_group(0)

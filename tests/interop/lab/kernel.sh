@@ -12,13 +12,36 @@ LAB=$1 SERIES=$2
 mkdir -p "$LAB/linux-$SERIES"; cd "$LAB/linux-$SERIES"
 fail() { echo "$1" >&2; exit 1; }
 
-# Debian's kernel, or the second one that it offers (bookworm: 6.12 in its security archive).
-KV=
-for meta in linux-image-amd64 "linux-image-$SERIES-amd64"; do
-    name=$(apt-cache depends "$meta" 2>/dev/null | sed -n 's/.*Depends: linux-image-//p' | head -1)
-    case $name in "$SERIES".*) KV=$name; break;; esac
-done
-[ -n "$KV" ] || fail "the package archive has no kernel of $SERIES (neither linux-image-amd64 nor linux-image-$SERIES-amd64)"
+# What this distribution does not have comes from the backports of the next one. Their package lists are kept here and nowhere
+# else.
+NEXT=
+case $SERIES in 7.*) NEXT=trixie;; esac
+if [ -n "$NEXT" ]; then
+    site=$(apt-get indextargets --format '$(LABEL) $(REPO_URI)' 'Created-By: Packages' | sed -n 's/^Debian //p' | head -1)
+    [ -n "$site" ] || fail "apt knows no archive of Debian's that could have $NEXT-backports"
+    mkdir -p apt/lists/partial apt/cache/archives/partial
+    key=/usr/share/keyrings/debian-archive-keyring.gpg
+    printf "deb [signed-by=$key] $site %s main\n" "$NEXT" "$NEXT-backports" > apt/sources.list
+    : > apt/status
+    cat > apt/conf <<CONF
+Dir::Etc::SourceList "$PWD/apt/sources.list"; Dir::Etc::SourceParts "-"; Dir::State::Status "$PWD/apt/status";
+Dir::State::Lists "$PWD/apt/lists"; Dir::Cache "$PWD/apt/cache"; Acquire::Languages "none"; APT::Sandbox::User "root";
+CONF
+    export APT_CONFIG=$PWD/apt/conf
+    said=$(apt-get update -q --error-on=any $PATIENT 2>&1 </dev/null) ||
+        fail "no package lists of $NEXT-backports: $(tail -1 <<< "$said")"
+    # Backports have several series, and their package for the newest kernel may be of a later one.
+    KV=$(apt-cache pkgnames "linux-image-$SERIES." | sed -n -E 's/^linux-image-([0-9.]+\+deb[0-9]+-amd64)$/\1/p' | sort -V | tail -1)
+    [ -n "$KV" ] || fail "$NEXT-backports has no kernel of $SERIES (no package linux-image-$SERIES.*-amd64)"
+else
+    # Debian's kernel, or the second one that it offers (bookworm: 6.12 in its security archive).
+    KV=
+    for meta in linux-image-amd64 "linux-image-$SERIES-amd64"; do
+        name=$(apt-cache depends "$meta" 2>/dev/null | sed -n 's/.*Depends: linux-image-//p' | head -1)
+        case $name in "$SERIES".*) KV=$name; break;; esac
+    done
+    [ -n "$KV" ] || fail "the package archive has no kernel of $SERIES (neither linux-image-amd64 nor linux-image-$SERIES-amd64)"
+fi
 
 # Unpacks packages into a folder.
 unpack() {
@@ -28,31 +51,56 @@ unpack() {
     for package in deb/*.deb; do dpkg -x "$package" "$to"; done
     rm -rf deb
 }
-unpack kernel "linux-image-$KV"
+# Packages of these kinds that a package of the kernel depends on.
+parts() { apt-cache depends "$1" | sed -n -E "s/.*Depends: (linux-($2)-.*)/\1/p"; }
+
+IMAGE=linux-image-$KV
+unpack kernel "$IMAGE" $(parts "$IMAGE" 'base|binary|modules')
+# 7.x has modules and image elsewhere, in packages of their own.
+[ -e kernel/lib ] || ln -s usr/lib kernel/lib
+[ -e "kernel/boot/vmlinuz-$KV" ] || { mkdir -p kernel/boot; ln -s "../lib/modules/$KV/vmlinuz" "kernel/boot/vmlinuz-$KV"; }
+[ -e "kernel/boot/vmlinuz-$KV" ] || fail "$IMAGE has no vmlinuz"
 depmod -b kernel "$KV"
 
+# The modules are built in $OUT, which is $IN for those who build.
 HEADERS=linux-headers-$KV
-unpack headers "$HEADERS" $(apt-cache depends "$HEADERS" | sed -n -E 's/.*Depends: (linux-(headers|kbuild)-.*)/\1/p')
-BUILD=$PWD/headers/usr/src/$HEADERS
-sed -i "s#/usr/src/#$PWD/headers/usr/src/#g" "$BUILD/Makefile"
-# The compiler that the kernel was built with.
-CC=$(sed -n -E 's/.*(gcc-[0-9]+).*/\1/p' "$BUILD/.kernelvariables" | head -1)
-[ -z "$CC" ] || command -v "$CC" >/dev/null ||
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -q $PATIENT --no-install-recommends "$CC" >/dev/null </dev/null
+if [ -n "$NEXT" ]; then
+    # The compiler of these headers does not run on this distribution: a root folder with it and what else make takes.
+    apt-get install -q -y --download-only --no-install-recommends $PATIENT "$HEADERS" \
+        bash binutils coreutils dash diffutils findutils grep make mawk sed >/dev/null </dev/null || fail "no package $HEADERS can be had"
+    mkdir -p headers/usr/{bin,lib,lib64,sbin} headers/{dev,proc,tmp}
+    for n in bin lib lib64 sbin; do ln -s usr/$n headers/$n; done
+    for package in apt/cache/archives/*.deb; do dpkg -x "$package" headers; done
+    [ -e headers/usr/bin/awk ] || ln -s mawk headers/usr/bin/awk
+    mknod -m 666 headers/dev/null c 1 3
+    OUT=headers/build IN=/build BUILD=/usr/src/$HEADERS
+    # objtool reads /proc.
+    inside() { unshare --mount --pid --fork --root=headers --mount-proc "$@"; }
+else
+    unpack headers "$HEADERS" $(parts "$HEADERS" 'headers|kbuild')
+    sed -i "s#/usr/src/#$PWD/headers/usr/src/#g" "headers/usr/src/$HEADERS/Makefile"
+    # The compiler that the kernel was built with.
+    CC=$(sed -n -E 's/.*(gcc-[0-9]+).*/\1/p' "headers/usr/src/$HEADERS/.kernelvariables" | head -1)
+    [ -z "$CC" ] || command -v "$CC" >/dev/null ||
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -q $PATIENT --no-install-recommends "$CC" >/dev/null </dev/null
+    OUT=build IN=$PWD/build BUILD=$PWD/headers/usr/src/$HEADERS
+    inside() { "$@"; }
+fi
 
 SRC=linux-source-$SERIES
 unpack src "$SRC"
 tar -C src --strip-components=1 -xf "src/usr/src/$SRC.tar.xz" "$SRC/drivers/infiniband/ulp/rtrs" "$SRC/drivers/block/rnbd"
-mv src/drivers/infiniband/ulp/rtrs rtrs; mv src/drivers/block/rnbd rnbd; rm -rf src
-sed -i "s#-I\$(srctree)/drivers/infiniband/ulp/rtrs#-I$PWD/rtrs#" rnbd/Makefile
+mkdir -p "$OUT"; mv src/drivers/infiniband/ulp/rtrs src/drivers/block/rnbd "$OUT"; rm -rf src
+sed -i "s#-I\$(srctree)/drivers/infiniband/ulp/rtrs#-I$IN/rtrs#" "$OUT/rnbd/Makefile"
 # BTF would need pahole, and nobody looks at it here.
-build() { make -s -C "$BUILD" CONFIG_DEBUG_INFO_BTF_MODULES= "$@" modules >> build.log 2>&1 || true; }
-build M="$PWD/rtrs" CONFIG_INFINIBAND_RTRS=m CONFIG_INFINIBAND_RTRS_CLIENT=m CONFIG_INFINIBAND_RTRS_SERVER=m
-build M="$PWD/rnbd" KBUILD_EXTRA_SYMBOLS="$PWD/rtrs/Module.symvers" CONFIG_BLK_DEV_RNBD_CLIENT=m CONFIG_BLK_DEV_RNBD_SERVER=m
+build() { inside make -s -C "$BUILD" CONFIG_DEBUG_INFO_BTF_MODULES= "$@" modules >> build.log 2>&1 || true; }
+build M="$IN/rtrs" CONFIG_INFINIBAND_RTRS=m CONFIG_INFINIBAND_RTRS_CLIENT=m CONFIG_INFINIBAND_RTRS_SERVER=m
+build M="$IN/rnbd" KBUILD_EXTRA_SYMBOLS="$IN/rtrs/Module.symvers" CONFIG_BLK_DEV_RNBD_CLIENT=m CONFIG_BLK_DEV_RNBD_SERVER=m
+mv "$OUT/rtrs" "$OUT/rnbd" .
 for ko in rtrs/rtrs-{core,client,server}.ko rnbd/rnbd-{client,server}.ko; do
     [ -e "$ko" ] || { tail -20 build.log >&2; fail "building $ko failed"; }
 done
-rm -rf headers
+rm -rf headers build apt
 
 # initramfs: busybox, the virtio and 9p modules, and an init that moves into this machine's own root folder
 # (read-only through 9p, a tmpfs overlay on top), with the lab's folder as /ferroce-lab, then runs the guest script.

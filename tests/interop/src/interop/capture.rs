@@ -123,6 +123,7 @@ const RECIPES: &[Recipe] = &[
     recipe("rnbd-inv-on", "kernel RNBD over RTRS, always_invalidate=Y", "RTRS session from its start, 64 KiB written and read back, SEND with Invalidate", &[], |p| rnbd(p, "Y", "ram0", IO)),
     recipe("annex-a19", VERBS, "ATOMIC WRITE and FLUSH, of a range and of the whole region; a FLUSH to persistence that the key does not permit", &[], annex_a19).on(Kernel::V6_12),
     recipe("rnbd-zeroes", "kernel RNBD over RTRS, always_invalidate=N", "RNBD of a newer kernel: 64 KiB written, a flush, WRITE_ZEROES, a flush, read back", &[], |p| rnbd(p, "N", "loop0", ZEROES)).on(Kernel::V6_12),
+    recipe("rnbd-zeroes-7.3", "kernel RNBD over RTRS, always_invalidate=N", "RNBD 2.2: 64 KiB written, a flush, WRITE_ZEROES, a flush, read back", &[], |p| rnbd(p, "N", "loop0", ZEROES)).on(Kernel::V7_3),
 ];
 
 /// The two guests.

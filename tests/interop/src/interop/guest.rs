@@ -25,15 +25,18 @@ pub(crate) enum Kernel {
     V6_1,
     #[value(name = "6.12")]
     V6_12,
+    #[value(name = "7.3")]
+    V7_3,
 }
 
 impl Kernel {
-    pub(crate) const ALL: [Self; 2] = [Self::V6_1, Self::V6_12];
+    pub(crate) const ALL: [Self; 3] = [Self::V6_1, Self::V6_12, Self::V7_3];
 
     pub(crate) const fn series(self) -> &'static str {
         match self {
             Self::V6_1 => "6.1",
             Self::V6_12 => "6.12",
+            Self::V7_3 => "7.3",
         }
     }
 }

@@ -53,6 +53,8 @@ enum Kernels {
     V6_1,
     #[value(name = "6.12")]
     V6_12,
+    #[value(name = "7.3")]
+    V7_3,
     All,
 }
 
@@ -176,6 +178,7 @@ impl Cli {
             _ if self.peer.is_some() => vec![Kernel::V6_1],
             Some(Kernels::V6_1) => vec![Kernel::V6_1],
             Some(Kernels::V6_12) => vec![Kernel::V6_12],
+            Some(Kernels::V7_3) => vec![Kernel::V7_3],
             Some(Kernels::All) => Kernel::ALL.to_vec(),
             None => match self.set {
                 Set::Ci => vec![Kernel::V6_1],
@@ -426,11 +429,15 @@ mod tests {
             let cli = Cli::parse_from([&["ferroce-interop"], args].concat());
             chosen(&cli).iter().map(|s| s.shape.kernel.series()).collect()
         };
-        assert_eq!(series(&[]), ["6.1", "6.12"].into());
+        assert_eq!(series(&[]), ["6.1", "6.12", "7.3"].into());
         assert_eq!(series(&["--set", "ci"]), ["6.1"].into());
-        assert_eq!(series(&["--kernel", "all"]), ["6.1", "6.12"].into());
-        assert_eq!(series(&["--set", "ci", "--kernel", "all"]), ["6.1", "6.12"].into());
+        assert_eq!(series(&["--kernel", "all"]), ["6.1", "6.12", "7.3"].into());
+        assert_eq!(
+            series(&["--set", "ci", "--kernel", "all"]),
+            ["6.1", "6.12", "7.3"].into()
+        );
         assert_eq!(series(&["--kernel", "6.12"]), ["6.12"].into());
+        assert_eq!(series(&["--kernel", "7.3"]), ["7.3"].into());
         assert_eq!(series(&["--kernel", "6.1"]), ["6.1"].into());
         assert_eq!(series(&["--peer", "127.0.0.1"]), ["6.1"].into());
     }

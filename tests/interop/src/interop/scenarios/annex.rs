@@ -8,7 +8,7 @@ use crate::{Error, far::Ip, guest::Kernel};
 pub(super) fn list() -> Vec<Scenario> {
     let add = |name: &str, direction, run: fn(&mut Ctx<'_>) -> Result<String, Error>| {
         Scenario::new(1, name, direction, run)
-            .only_on(Kernel::V6_12)
+            .only_on(&[Kernel::V6_12, Kernel::V7_3])
             .wrong_icrc("RC Flush")
     };
     vec![

@@ -66,7 +66,7 @@ const SHORT: [&str; 6] = [
 /// A file with what two kernels reported, of the guest's series. What another host has is compared with 6.1.
 fn expectations(c: &Ctx<'_>) -> Result<String, Error> {
     let text = match c.kernel() {
-        Ok(Kernel::V6_12) => include_str!("../../../expect/errors-6.12.json"),
+        Ok(Kernel::V6_12 | Kernel::V7_3) => include_str!("../../../expect/errors-6.12.json"),
         _ => include_str!("../../../expect/errors.json"),
     };
     let file = c.path("expected.json");
@@ -140,7 +140,7 @@ fn packets(c: &mut Ctx<'_>, command: &str) -> Result<String, Error> {
     let at = at.to_string();
     let device = match c.kernel()? {
         Kernel::V6_1 => "rxe-6.1",
-        Kernel::V6_12 => "rxe-6.12",
+        Kernel::V6_12 | Kernel::V7_3 => "rxe-6.12",
     };
     let out = c
         .ours(Ip::V4, command, &[command, "--agent", &at, "--device", device])?

@@ -77,7 +77,7 @@ pub(super) fn list() -> Vec<Scenario> {
         let tree = tree.netem(netem).ci_if(tag == "delay");
         // There a session ends when a registration is repeated: see `kernel_stalls`.
         all.push(if tag == "reorder" {
-            tree.only_on(Kernel::V6_1)
+            tree.only_on(&[Kernel::V6_1])
         } else {
             tree
         });

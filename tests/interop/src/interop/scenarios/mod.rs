@@ -204,11 +204,8 @@ impl Scenario {
     }
 
     /// Another kernel lacks what it is about, or is known to fail, for a reason that `specs/kernel.md` has.
-    fn only_on(mut self, kernel: Kernel) -> Self {
-        self.kernels = match kernel {
-            Kernel::V6_1 => &[Kernel::V6_1],
-            Kernel::V6_12 => &[Kernel::V6_12],
-        };
+    fn only_on(mut self, kernels: &'static [Kernel]) -> Self {
+        self.kernels = kernels;
         self
     }
 
@@ -518,14 +515,20 @@ mod tests {
         let names: BTreeSet<&str> = all.iter().map(|s| s.name.as_str()).collect();
         assert_eq!(names.len(), all.len());
         for s in &all {
-            assert_eq!(s.name.ends_with("-6.12"), s.shape.kernel == Kernel::V6_12, "{}", s.name);
+            for kernel in [Kernel::V6_12, Kernel::V7_3] {
+                let named = s.name.ends_with(&format!("-{}", kernel.series()));
+                assert_eq!(named, s.shape.kernel == kernel, "{}", s.name);
+            }
         }
-        // Whatever there is of the second kernel there is of the first, unless it is about what the first lacks.
-        let second = all.iter().filter(|s| s.shape.kernel == Kernel::V6_12);
-        assert!(second.clone().count() > 50);
-        for s in second {
-            let first = s.name.strip_suffix("-6.12").is_some_and(|n| names.contains(n));
-            assert_eq!(first, s.kernels.contains(&Kernel::V6_1), "{}", s.name);
+        // Whatever there is of a later kernel there is of the first, unless it is about what the first lacks.
+        for kernel in [Kernel::V6_12, Kernel::V7_3] {
+            let of_it = all.iter().filter(|s| s.shape.kernel == kernel);
+            assert!(of_it.clone().count() > 50);
+            let tail = format!("-{}", kernel.series());
+            for s in of_it {
+                let first = s.name.strip_suffix(&tail).is_some_and(|n| names.contains(n));
+                assert_eq!(first, s.kernels.contains(&Kernel::V6_1), "{}", s.name);
+            }
         }
     }
 

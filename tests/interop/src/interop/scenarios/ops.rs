@@ -91,13 +91,24 @@ pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
 const NO_COMPLETION: &str = "the agent saw []";
 
 /// How often a run may end by the fault of `read-late-ack-6.12`.
-const MAX_EARLY: usize = 4;
+pub(super) const MAX_EARLY: usize = 4;
 
-/// A fault of 6.12, which needs an acknowledgement that is late: see `read-late-ack`. Wrong data alone leaves the queue pair as it
+/// A fault of 6.12 and 7.3, which needs an acknowledgement that is late: see `read-late-ack`. Wrong data alone leaves the queue pair as it
 /// is. Answers of ours out of their order would end so, too: without loss, and on 6.1, there is no second try.
 fn kernel_read_ended_early(c: &Ctx<'_>, e: &Error) -> Result<bool, Error> {
     let said = e.to_string().contains("succeeded before all of it was there");
     Ok(said && c.lossy && c.kernel()? > Kernel::V6_1)
+}
+
+/// Whether the kernel's log says so: it warns once until it is told to forget that.
+pub(super) fn read_ended_early_in_log(c: &mut Ctx<'_>) -> Result<bool, Error> {
+    Ok(c.guest()?.try_run("dmesg | grep 'RIP:.*rxe_completer'", 30)?.0 == 0)
+}
+
+/// Makes the kernel warn again, in a log without the warnings of before.
+pub(super) fn forget_warnings(c: &mut Ctx<'_>) -> Result<(), Error> {
+    let forget = "echo 1 > /sys/kernel/debug/clear_warn_once; dmesg -C";
+    c.guest()?.run(forget, 30).map(drop)
 }
 
 /// How our READs of no bytes get through to the guest although an answer may be lost: see `read-nothing-again`.
