@@ -25,6 +25,7 @@ agents() {
     gcc -Wall -O2 -o "$new/host-agent" "$HERE/host-agent.c"
     gcc -Wall -O2 -o "$new/rds-echo" "$HERE/rds-echo.c"
     gcc -Wall -O2 -o "$new/rds-conformance" "$HERE/rds-conformance.c"
+    gcc -Wall -O2 -o "$new/rds-rdma" "$HERE/rds-rdma.c"
     cp "$HERE/guest.sh" "$new/"
     mv "$new"/* .
     echo "$stamp" > agents-ready

@@ -1,14 +1,17 @@
-//! A node of RDS: sends messages and compares what comes back, or sends back what comes.
+//! A node of RDS: sends messages and compares what comes back, or sends back what comes; or does RDMA on what a peer offers, and offers
+//! memory.
 
 use std::{net::IpAddr, time::Duration};
 
-use rds_host::{NodeOptions, RdsNode, Socket};
+use rds_host::{Buffer, NodeOptions, Rdma, RdsNode, RegionRights, Socket};
 use roce::DatapathKind;
 
 use crate::Error;
 
 /// How long a message may take there and back: the other end is an emulated machine.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// Bytes of memory that each side offers.
+const RDMA_LEN: usize = 60_000;
 
 /// Arguments of the command.
 #[derive(clap::Args, Debug)]
@@ -22,6 +25,9 @@ pub(crate) struct Args {
     /// Lengths of the messages; without --connect only their number counts
     #[arg(long, value_delimiter = ',', default_value = "0,1,4095,4096,4097,100000,1048576")]
     lens: Vec<usize>,
+    /// Wait for a peer that offers memory, read and write it, and offer memory
+    #[arg(long, conflicts_with = "connect")]
+    rdma: bool,
     /// Type of service
     #[arg(long)]
     tos: Option<u8>,
@@ -40,12 +46,16 @@ pub(crate) fn run(addr: IpAddr, datapath: DatapathKind, args: &Args) -> Result<(
     }
     match args.connect {
         Some(peer) => call(&socket, peer, args)?,
+        None if args.rdma => rdma(&socket)?,
         None => serve(&socket, args)?,
     }
     for connection in node.connections()? {
         println!("{connection:?}");
     }
-    println!("passed: {} messages there and back", args.lens.len());
+    match args.rdma {
+        true => println!("passed: {RDMA_LEN} bytes read and written, both ways"),
+        false => println!("passed: {} messages there and back", args.lens.len()),
+    }
     Ok(())
 }
 
@@ -69,5 +79,54 @@ fn call(socket: &Socket, peer: IpAddr, args: &Args) -> Result<(), Error> {
         }
         println!("{len} bytes came back from {}", answer.from);
     }
+    Ok(socket.flush(PATIENCE)?)
+}
+
+/// Bytes of the memory that a step is to find, as the program in the guest makes them.
+fn pattern(seed: usize) -> Vec<u8> {
+    (0..RDMA_LEN).map(|i| (i * 7 + i / 256 + seed) as u8).collect()
+}
+
+fn check(buffer: &Buffer, seed: usize, what: &str) -> Result<(), Error> {
+    let mut bytes = vec![0; RDMA_LEN];
+    buffer.read(0, &mut bytes)?;
+    match bytes == pattern(seed) {
+        true => Ok(println!("{what}: {RDMA_LEN} bytes")),
+        false => Err(format!("{what}: other bytes").into()),
+    }
+}
+
+/// The other end is `rds-rdma` in a guest.
+fn rdma(socket: &Socket) -> Result<(), Error> {
+    println!("waiting at {}", socket.local_addr()?);
+    let offer = socket.recv_timeout(PATIENCE)?;
+    let (peer, cookie) = (offer.from, offer.cookie.ok_or("the message has no cookie")?);
+    println!("{peer} offers {cookie}");
+    let buffer = Buffer::new(RDMA_LEN)?;
+    socket
+        .operate(&Rdma::read(&buffer, 0..RDMA_LEN, cookie), None, peer)?
+        .wait()?;
+    check(&buffer, 1, "READ of the kernel's memory")?;
+    buffer.write(0, &pattern(2))?;
+    // The end first, so that the offset counts.
+    let end = Rdma::write(&buffer, 5000..RDMA_LEN, cookie).at(5000);
+    socket.operate(&end, None, peer)?.wait()?;
+    let begin = Rdma::write(&buffer, 0..5000, cookie);
+    socket.operate(&begin, Some(b"written"), peer)?.wait()?;
+    let ours = Buffer::new(RDMA_LEN)?;
+    ours.write(0, &pattern(3))?;
+    let rights = RegionRights {
+        writable: true,
+        use_once: false,
+    };
+    let region = socket.register(&ours, rights)?;
+    socket.send_cookie_to(b"offer", region.cookie(), peer)?;
+    for text in ["read", "wrote"] {
+        let message = socket.recv_timeout(PATIENCE)?;
+        if message.data != text.as_bytes() {
+            return Err(format!("{message:?} came instead of `{text}`").into());
+        }
+    }
+    check(&ours, 4, "WRITE of the kernel")?;
     Ok(socket.flush(PATIENCE)?)
 }

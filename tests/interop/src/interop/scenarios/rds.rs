@@ -20,6 +20,7 @@ pub(super) fn list() -> Vec<Scenario> {
         };
         add("our-client", Direction::OursToKernel, true, None, our_client);
         add("our-server", Direction::KernelToOurs, true, None, our_server);
+        add("rdma", Direction::KernelToOurs, true, None, rdma);
         add("our-client-tos", Direction::OursToKernel, false, Some("8"), our_client);
     }
     let lossy = |c: &mut Ctx<'_>| our_client(c, Ip::V4, None);
@@ -61,6 +62,26 @@ fn our_server(c: &mut Ctx<'_>, ip: Ip, _: Option<&str>) -> Result<String, Error>
     let count = theirs.lines().filter(|line| line.ends_with("bytes came back")).count();
     let ours = ours.finish(Duration::from_secs(SECONDS.into()))?;
     Ok(format!("{}; kernel: {count} messages came back", verdict(&ours)?))
+}
+
+/// Each side reads and writes memory that the other offers.
+fn rdma(c: &mut Ctx<'_>, ip: Ip, _: Option<&str>) -> Result<String, Error> {
+    let (host, far) = (c.host(ip)?.to_string(), c.far.addr(ip)?.to_string());
+    let mut ours = c.ours(ip, "rds", &["rds", "--port", PORT, "--rdma"])?;
+    ours.wait_for("waiting", Duration::from_secs(30))?;
+    let call = format!("{LOAD}$LAB/rds-rdma {far} {host} {PORT}\n");
+    let theirs = c.guest()?.run(&call, SECONDS);
+    let ours = ours.finish(Duration::from_secs(60));
+    match (ours, theirs) {
+        (Ok(ours), Ok(theirs)) => Ok(format!(
+            "{}; kernel: {}",
+            verdict(&ours)?,
+            theirs.trim().replace('\n', ", ")
+        )),
+        (Err(ours), Ok(theirs)) => Err(format!("{ours}\nkernel:\n{theirs}").into()),
+        (Ok(_), Err(theirs)) => Err(theirs),
+        (Err(ours), Err(theirs)) => Err(format!("{ours}\nkernel:\n{theirs}").into()),
+    }
 }
 
 /// Our node is killed, and started again, between messages of the kernel's socket, which stays.
