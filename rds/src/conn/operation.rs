@@ -201,3 +201,62 @@ impl Operations {
         self.0.into_iter().for_each(|posted| provider.deregister(posted.mr));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn posted(own: Range<u64>, last: Option<u64>, token: u64) -> Posted {
+        Posted {
+            own,
+            last,
+            mr: MrId(0),
+            base: (0, roce_verbs::LKey(0)),
+            ticket: Some(Ticket {
+                socket: SocketId(3),
+                port: 9,
+                token,
+                on_success: true,
+                on_failure: true,
+            }),
+            is_reported: false,
+        }
+    }
+
+    #[test]
+    fn the_work_request_that_failed_tells_what_of_an_operation() {
+        use RdmaStatus::{Dropped, OtherError, RemoteError};
+        let (access, retries) = (WcStatus::RemoteAccessError, WcStatus::RetryExceeded);
+        let cases = [
+            (None, [Dropped, Dropped]),
+            (Some((3, access)), [Dropped, RemoteError]),
+            (Some((4, access)), [Dropped, RemoteError]),
+            (Some((3, retries)), [Dropped, OtherError]),
+            // A SEND of the message.
+            (Some((2, retries)), [OtherError, Dropped]),
+            (Some((2, access)), [OtherError, Dropped]),
+            (Some((5, access)), [Dropped, Dropped]),
+        ];
+        for (cause, expected) in cases {
+            let mut operations = Operations([posted(1..2, Some(2), 1), posted(3..5, None, 2)].into());
+            let ended: Vec<_> = operations
+                .failed(cause)
+                .into_iter()
+                .map(|(_, status)| status.unwrap())
+                .collect();
+            assert_eq!(ended, expected, "{cause:?}");
+            assert!(operations.failed(cause).is_empty(), "once");
+        }
+    }
+
+    #[test]
+    fn a_canceled_operation_is_reported_once_and_stays_until_it_is_done() {
+        let mut operations = Operations([posted(1..2, Some(2), 1)].into());
+        assert!(operations.cancel(SocketId(3), 8).is_empty() && operations.cancel(SocketId(4), 9).is_empty());
+        assert_eq!(operations.cancel(SocketId(3), 9).len(), 1);
+        assert!(operations.cancel(SocketId(3), 9).is_empty());
+        assert_eq!((operations.of(SocketId(3)), operations.of(SocketId(4))), (1, 0));
+        assert_eq!(operations.failed(None)[0].1, None);
+        assert_eq!(operations.of(SocketId(3)), 0);
+    }
+}

@@ -312,6 +312,11 @@ impl SendQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        conn::operation::Ticket,
+        proto::RdmaCookie,
+        rdma::{Operation, OperationFlags, OperationKind},
+    };
 
     const SOCKET: SocketId = SocketId(3);
 
@@ -418,6 +423,99 @@ mod tests {
         queue.restart();
         assert_eq!(queue.lens(), (0, 0));
     }
+
+    fn push_operation(queue: &mut SendQueue, token: u64, is_silent: bool) {
+        let memory = roce_verbs::mem::Pages::allocate(100).unwrap();
+        let operation = Operation {
+            kind: OperationKind::Read,
+            cookie: RdmaCookie::new(1, 0),
+            remote: 0,
+            memory,
+            pieces: vec![0..10, 20..30, 50..60],
+            flags: OperationFlags::NOTIFY,
+            token,
+        };
+        let ticket = Ticket {
+            socket: SOCKET,
+            port: 9,
+            token,
+            on_success: true,
+            on_failure: true,
+        };
+        let mut message = Outgoing::new(Some(SOCKET), (7, 9), Box::default());
+        message.is_silent = is_silent;
+        message.operation = Some(Box::new(Prepared {
+            operation,
+            ticket: Some(ticket),
+        }));
+        queue.push(message, false);
+    }
+
+    /// Posts the next pieces of an operation, the first of which is to be this one.
+    fn operate(queue: &mut SendQueue, first: usize, pieces: usize) -> bool {
+        let Some(Next::Operation(operation, from)) = queue.next(0) else {
+            panic!("no operation is next");
+        };
+        assert_eq!(from, first);
+        // What posts it takes the ticket.
+        operation.ticket = None;
+        queue.operated(pieces)
+    }
+
+    #[test]
+    fn an_operation_goes_before_its_message_and_alone_if_silent() {
+        let mut queue = queue(100);
+        push_operation(&mut queue, 1, false);
+        push_operation(&mut queue, 2, true);
+        push(&mut queue, &[5]);
+        assert!(!operate(&mut queue, 0, 2) && queue.is_amid_message());
+        assert!(!operate(&mut queue, 2, 1));
+        let Some(Next::Fragment(next)) = queue.next(0) else {
+            panic!("no message");
+        };
+        assert!(next.has_operation && next.is_fenced && next.is_last);
+        queue.posted();
+        assert!(!queue.is_amid_message());
+        assert!(operate(&mut queue, 0, 3), "no message");
+        assert_eq!(post(&mut queue, 9), [(3, 5, Flags::empty())]);
+        assert_eq!(queue.lens(), (0, 2));
+    }
+
+    #[test]
+    fn messages_whose_operation_has_begun_are_not_sent_again() {
+        let mut queue = queue(100);
+        for (token, is_silent) in [(1, false), (2, false), (3, true)] {
+            push_operation(&mut queue, token, is_silent);
+        }
+        operate(&mut queue, 0, 3);
+        post(&mut queue, 1);
+        operate(&mut queue, 0, 1);
+        let dropped = queue.restart();
+        let tokens = dropped
+            .iter()
+            .map(|message| message.operation.as_ref().unwrap().operation.token);
+        assert_eq!(tokens.collect::<Vec<_>>(), [2, 1]);
+        assert!(operate(&mut queue, 0, 3), "the third one had not begun");
+        assert_eq!(queue.lens(), (0, 0));
+    }
+
+    #[test]
+    fn operations_of_a_closed_socket_do_not_begin() {
+        let mut queue = queue(100);
+        push_operation(&mut queue, 1, false);
+        push_operation(&mut queue, 2, false);
+        push(&mut queue, &[1]);
+        operate(&mut queue, 0, 3);
+        queue.orphan(SOCKET);
+        assert_eq!(post(&mut queue, 9).len(), 2);
+        push_operation(&mut queue, 3, false);
+        let mut canceled = Vec::new();
+        queue.cancel(SOCKET, Some(9), |message| {
+            canceled.push(message.ticket().unwrap().token)
+        });
+        assert_eq!(canceled, [3]);
+    }
+
     #[test]
     fn messages_of_a_closed_socket_leave_over_the_link_that_there_is() {
         let mut queue = queue(100);

@@ -91,7 +91,10 @@ fn check(buffer: &Buffer, seed: usize, what: &str) -> Result<(), Error> {
     let mut bytes = vec![0; RDMA_LEN];
     buffer.read(0, &mut bytes)?;
     match bytes == pattern(seed) {
-        true => Ok(println!("{what}: {RDMA_LEN} bytes")),
+        true => {
+            println!("{what}: {RDMA_LEN} bytes");
+            Ok(())
+        }
         false => Err(format!("{what}: other bytes").into()),
     }
 }
