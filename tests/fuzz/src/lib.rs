@@ -17,6 +17,7 @@ pub mod pcap_check;
 mod peers;
 #[path = "../../../rtrs/tests/support/provider.rs"]
 mod provider;
+pub mod rds_node;
 pub mod rnbd_server;
 pub mod rtrs_server;
 pub mod script;
@@ -38,6 +39,7 @@ macro_rules! for_each_target {
             ident,
             nbd,
             pcap_check,
+            rds_node,
             rnbd_server,
             rtrs_server,
             script,

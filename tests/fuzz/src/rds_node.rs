@@ -1,0 +1,430 @@
+//! Peers of an RDS node, some that keep to the protocol and some that don't: connect requests with any private data, fragments of any
+//! bytes and of messages that fit together, acknowledgements of anything, ends of connections at any time; and programs that send, read,
+//! cancel and close. What the node sends are messages in whole fragments; it acknowledges only what has come; its limits hold, and nothing
+//! is left of it in the end. What the transport must not be asked for is in `provider.rs`.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use rds::{
+    Config, Node, Received, Rings, SocketId,
+    proto::{ConnCommon, ConnV4, EXT_LEN, Flags, Fragment, Header, MAX_SEND, PORT_V4, Version},
+};
+use roce_verbs::{
+    Instant, SendOp, WcStatus,
+    provider::{CmKind, CmRef, Cx, DeviceIx, NoAnswer, Provider as _, QpId, RejectReason},
+};
+use zerocopy::IntoBytes;
+
+use crate::{
+    input::Input,
+    provider::{Keys, Scripted, Usage},
+};
+
+const NODE: [u8; 4] = [192, 0, 2, 1];
+const PORTS: [u16; 2] = [4000, 4001];
+const PEERS: usize = 5;
+const MAX_CONNECTIONS: usize = 4;
+/// Connections of the connection manager in a run.
+const MAX_LINKS: usize = 32;
+/// Steps of a run: more are left out, so that no input takes long.
+const STEPS: usize = 96;
+/// Far more turns than a node takes for any step. Who takes more hangs.
+const TURNS: usize = 10_000;
+
+fn config() -> Config {
+    Config {
+        send_buffer: 20_000,
+        recv_buffer: 10_000,
+        rings: Rings { send: 4, recv: 4 },
+        max_connections: MAX_CONNECTIONS,
+        max_sockets: 3,
+        max_unread: 2 << 20,
+        ..Config::default()
+    }
+}
+
+fn peer(index: usize) -> IpAddr {
+    [10, 0, 0, index as u8 + 1].into()
+}
+
+/// Connection as its peer sees it.
+struct Link {
+    cm: CmRef,
+    peer: usize,
+    /// First header of the message whose fragments come from the node, and the next fragment.
+    open: Option<(Header, u32)>,
+}
+
+struct Run {
+    provider: Scripted,
+    node: Node,
+    listener: CmRef,
+    now: Instant,
+    sockets: Vec<SocketId>,
+    links: Vec<Link>,
+    /// Highest sequence number that has come from each peer.
+    highest: BTreeMap<usize, u64>,
+}
+
+/// See the module.
+pub fn run(data: &[u8]) {
+    let mut input = Input(data);
+    let mut run = Run::new();
+    for _ in 0..STEPS {
+        if input.0.is_empty() {
+            break;
+        }
+        run.step(&mut input);
+        run.settle();
+        run.check();
+    }
+    run.stop();
+}
+
+/// Random numbers only spread the node's attempts to connect.
+fn random(out: &mut [u8]) {
+    out.fill(7);
+}
+
+impl Run {
+    fn new() -> Self {
+        let mut provider = Scripted::new(&[Keys::INSTANT]);
+        let now = Instant::ZERO + Duration::from_secs(1);
+        let mut cx = Cx {
+            now,
+            provider: &mut provider,
+            random: &mut random,
+        };
+        let mut node = Node::listen(&mut cx, config(), &[NODE.into()], []).expect("a node");
+        let sockets = PORTS.map(|port| {
+            let id = node.socket().expect("a socket");
+            node.bind(id, SocketAddr::new(NODE.into(), port), 0).expect("a port");
+            id
+        });
+        let listener = *provider.cms.keys().next().expect("a listener");
+        Self {
+            provider,
+            node,
+            listener,
+            now,
+            sockets: sockets.to_vec(),
+            links: Vec::new(),
+            highest: BTreeMap::new(),
+        }
+    }
+
+    fn with<T>(&mut self, f: impl FnOnce(&mut Node, &mut Cx<'_>) -> T) -> T {
+        let mut cx = Cx {
+            now: self.now,
+            provider: &mut self.provider,
+            random: &mut random,
+        };
+        f(&mut self.node, &mut cx)
+    }
+
+    /// Until the node has nothing left to do.
+    fn settle(&mut self) {
+        let mut idle = 0;
+        for _ in 0..TURNS {
+            idle = if self.turn() { 0 } else { idle + 1 };
+            if idle == 2 {
+                return;
+            }
+        }
+        panic!("it does not come to rest");
+    }
+
+    fn turn(&mut self) -> bool {
+        let mut wcs = Vec::new();
+        self.provider.poll_completions(&mut wcs, 64).expect("completions");
+        let event = self.provider.poll_event();
+        let moved = self.with(|node, cx| {
+            for (qp, wc) in &wcs {
+                node.completion(cx, *qp, wc);
+            }
+            if let Some(event) = &event {
+                node.event(cx, event);
+            }
+            let mut moved = !wcs.is_empty() || event.is_some() || node.wants_turn();
+            while node.poll_output().is_some() {
+                moved = true;
+            }
+            node.end_batch(cx);
+            moved
+        });
+        self.find_attempts();
+        self.read_sends();
+        moved
+    }
+
+    /// Connections that the node has begun.
+    fn find_attempts(&mut self) {
+        for (cm, of) in &self.provider.cms {
+            let known = self.links.iter().any(|link| link.cm == *cm);
+            let Some(to) = of.peer.filter(|_| !known) else { continue };
+            let found = (0..PEERS).find(|index| peer(*index) == to.ip());
+            let open = None;
+            self.links.push(Link {
+                cm: *cm,
+                peer: found.expect("one of the peers"),
+                open,
+            });
+        }
+    }
+
+    /// What the node has sent.
+    fn read_sends(&mut self) {
+        for link in &mut self.links {
+            let Some(qp) = self.provider.cms.get(&link.cm).and_then(|cm| cm.qp) else {
+                continue;
+            };
+            for (op, bytes) in self.provider.take_sends(qp) {
+                assert_eq!(op, SendOp::Send);
+                let index = link.open.map_or(0, |(_, index)| index);
+                let fragment = Fragment::parse(&bytes, index).expect("a fragment");
+                let header = *fragment.header;
+                let first = link.open.map_or(header, |(first, _)| first);
+                assert_eq!(header.continues(&first, index), Ok(()));
+                let ends = index + 1 == header.fragments();
+                link.open = (!ends).then_some((first, index + 1));
+                let highest = self.highest.get(&link.peer).copied().unwrap_or(0);
+                assert!(header.ack.get() <= highest, "an acknowledgement of what did not come");
+            }
+        }
+    }
+
+    fn check(&self) {
+        assert!(self.node.connections().count() <= MAX_CONNECTIONS);
+    }
+
+    fn step(&mut self, input: &mut Input<'_>) {
+        let op = input.byte();
+        let link = input.below(self.links.len());
+        match op % 12 {
+            0 => self.connect(input),
+            1 => self.tell(
+                link,
+                CmKind::Established {
+                    private_data: input.short().to_vec(),
+                },
+            ),
+            2 => self.tell(link, CmKind::Resolved { device: DeviceIx(0) }),
+            3 => self.end(link, input),
+            4 => {
+                let bytes = input.short().to_vec();
+                self.deliver(link, &bytes);
+            }
+            5..=7 => self.fragment(link, input),
+            8 => self.send(input),
+            9 => self.receive(input),
+            10 => self.wait(Duration::from_millis(250) * u32::from(input.byte())),
+            _ => self.close(input),
+        }
+    }
+
+    /// A peer asks for a connection.
+    fn connect(&mut self, input: &mut Input<'_>) {
+        if self.links.len() >= MAX_LINKS {
+            return;
+        }
+        let [from, shape] = [input.below(PEERS), input.below(256)];
+        let (local, remote) = (SocketAddr::new(NODE.into(), PORT_V4), SocketAddr::new(peer(from), 9));
+        let mut data = Vec::new();
+        if let (IpAddr::V4(src), IpAddr::V4(dst)) = (remote.ip(), local.ip()) {
+            let common = ConnCommon::new(Version::V3_1, (shape & 1) as u8, 0, 0);
+            data = ConnV4::new(src, dst, common).as_bytes().to_vec();
+        }
+        match shape >> 6 {
+            3 => data = input.short().to_vec(),
+            2 => data[input.below(32)] = input.byte(),
+            _ => {}
+        }
+        let cm = self.provider.ask(self.listener, 0, local, remote, data);
+        self.links.push(Link {
+            cm,
+            peer: from,
+            open: None,
+        });
+        if shape & 32 != 0 {
+            self.settle();
+            let private_data = Vec::new();
+            self.tell(self.links.len() - 1, CmKind::Established { private_data });
+        }
+    }
+
+    fn tell(&mut self, link: usize, kind: CmKind) {
+        let Some(cm) = self.links.get(link).map(|link| link.cm) else {
+            return;
+        };
+        let Some(of) = self.provider.cms.get(&cm) else { return };
+        // A way is found before there is a queue pair, and nothing is established without one.
+        let fits = match kind {
+            CmKind::Resolved { .. } => of.qp.is_none() && of.peer.is_some_and(|peer| peer.port() == PORT_V4),
+            CmKind::Established { .. } => of.qp.is_some(),
+            _ => true,
+        };
+        if fits {
+            self.provider.tell(cm, kind);
+        }
+    }
+
+    fn end(&mut self, link: usize, input: &mut Input<'_>) {
+        let kind = match input.byte() % 7 {
+            0 | 1 => CmKind::Disconnected,
+            2 => CmKind::Rejected {
+                reason: RejectReason(input.number_or_zeros(1) as u16),
+                private_data: input.short().to_vec(),
+            },
+            3 => CmKind::Unreachable(NoAnswer::Timeout),
+            4 => CmKind::ConnectError("broken".into()),
+            5 => CmKind::AddressChange,
+            _ => {
+                if let Some(qp) = self.live(link) {
+                    self.provider.fail_qp(qp, WcStatus::RetryExceeded);
+                }
+                return;
+            }
+        };
+        self.tell(link, kind);
+    }
+
+    fn live(&self, link: usize) -> Option<QpId> {
+        self.provider.live(self.links.get(link)?.cm)
+    }
+
+    /// A SEND comes, if a receive waits for it.
+    fn deliver(&mut self, link: usize, bytes: &[u8]) {
+        let Some(qp) = self.live(link).filter(|qp| self.provider.recvs(*qp) > 0) else {
+            return;
+        };
+        if let Ok((header, _)) = Header::peek(bytes) {
+            let highest = self.highest.entry(self.links[link].peer).or_default();
+            *highest = (*highest).max(header.sequence.get());
+        }
+        self.provider.deliver(qp, bytes, None);
+    }
+
+    /// Fragments of a message that fit together, but perhaps for one.
+    fn fragment(&mut self, link: usize, input: &mut Input<'_>) {
+        let [shape, sequence, ack, flags] = [(); 4].map(|()| input.byte());
+        let number = |byte: u8| match byte {
+            255 => u64::MAX,
+            254 => u64::MAX - 1,
+            253 => 1 << 40,
+            byte => u64::from(byte),
+        };
+        let len = match shape & 3 {
+            0 => u32::from(input.byte()),
+            1 => 4096 + u32::from(input.byte()),
+            2 => 8192,
+            _ => input.number_or_zeros(3) as u32,
+        };
+        let port = |bits: u8| [4000, 4001, 0, 1][usize::from(bits & 3)];
+        let ports = (port(shape >> 2), port(shape >> 4));
+        let mut header = Header::new(
+            number(sequence),
+            number(ack),
+            len,
+            ports,
+            Flags::from_bits_retain(flags & 0x27),
+        );
+        if shape & 64 != 0 {
+            let mut extensions = [0; EXT_LEN];
+            let bytes = input.take(EXT_LEN);
+            extensions[..bytes.len()].copy_from_slice(bytes);
+            header.set_extensions(extensions);
+            header.seal();
+        }
+        for index in 0..header.fragments().min(4) {
+            let mut bytes = header.as_bytes().to_vec();
+            let odd = shape & 128 != 0 && index == u32::from(flags >> 6);
+            let len = match odd {
+                true => input.number_or_zeros(2) as usize % (MAX_SEND + 64),
+                false => header.fragment_len(index),
+            };
+            bytes.resize(Header::LEN + len, 3);
+            self.deliver(link, &bytes);
+            self.settle();
+        }
+    }
+
+    fn socket(&self, input: &mut Input<'_>) -> Option<SocketId> {
+        self.sockets.get(input.below(self.sockets.len())).copied()
+    }
+
+    fn send(&mut self, input: &mut Input<'_>) {
+        let Some(id) = self.socket(input) else { return };
+        let [to, port, len] = [(); 3].map(|()| input.byte());
+        let to = match usize::from(to) % (PEERS + 1) {
+            PEERS => NODE.into(),
+            index => peer(index),
+        };
+        let port = [4000, 4001, 0, 77][usize::from(port & 3)];
+        // It may be refused.
+        let _ = self
+            .node
+            .send(id, Some((to, port).into()), &vec![5; usize::from(len) * 40]);
+    }
+
+    fn receive(&mut self, input: &mut Input<'_>) {
+        let Some(id) = self.socket(input) else { return };
+        let peeked = self.node.peek(id);
+        let received = self.node.receive(id);
+        assert_eq!(peeked, received);
+        if let Ok(Received::Message(message)) = received {
+            assert!(message.data.len() <= 1 << 20);
+            let from = message.from.ip();
+            assert!(from == IpAddr::from(NODE) || (0..PEERS).any(|index| peer(index) == from));
+        }
+    }
+
+    /// Time goes by, with all its timers.
+    fn wait(&mut self, time: Duration) {
+        let end = self.now + time;
+        while let Some(due) = self.node.next_timeout().filter(|due| *due <= end) {
+            self.now = due.max(self.now);
+            self.with(|node, cx| node.timeout(cx));
+            self.settle();
+            let next = self.node.next_timeout();
+            assert!(next.is_none_or(|next| next > self.now), "timers stand still");
+            if self.links.len() >= MAX_LINKS {
+                break;
+            }
+        }
+        self.now = end;
+    }
+
+    /// A socket is canceled, or closed and replaced by another one.
+    fn close(&mut self, input: &mut Input<'_>) {
+        let [what, to] = [input.byte(), input.byte()];
+        let index = usize::from(what >> 1) % self.sockets.len();
+        let id = self.sockets[index];
+        if what & 1 == 0 {
+            let to = SocketAddr::new(peer(usize::from(to) % PEERS), PORTS[usize::from(to >> 7)]);
+            self.node.cancel_sent_to(id, to).expect("a bound socket");
+            return;
+        }
+        self.node.close(id).expect("a socket");
+        let id = self.node.socket().expect("room for a socket");
+        self.node
+            .bind(id, SocketAddr::new(NODE.into(), PORTS[index]), 0)
+            .expect("its port is free");
+        self.sockets[index] = id;
+    }
+
+    /// Ends the node. Nothing is left.
+    fn stop(mut self) {
+        self.with(|node, cx| node.stop(cx));
+        self.settle();
+        assert!(self.node.is_stopped(), "the node does not end");
+        assert_eq!(
+            self.provider.usage(),
+            Usage::default(),
+            "objects are left of a node that has ended"
+        );
+    }
+}
