@@ -43,7 +43,7 @@ pub(super) struct Posted {
 /// Result of a replay.
 #[derive(Debug, Default)]
 pub(super) struct Played {
-    /// What the node has posted on each connection of the record.
+    /// SENDs of the node on each connection of the record.
     pub(super) posted: BTreeMap<usize, Vec<Posted>>,
     /// Private data of its requests and answers.
     pub(super) private: BTreeMap<usize, Vec<u8>>,
@@ -70,7 +70,7 @@ pub(super) struct Player<'a> {
     /// SENDs of the peer that the node has got.
     delivered: BTreeSet<usize>,
     links: BTreeMap<usize, Ours>,
-    /// Which connection of the record carries a type of service now.
+    /// Connection of the record that carries a type of service now.
     current: BTreeMap<u8, usize>,
     beside: Option<usize>,
     played: Played,
@@ -306,7 +306,7 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// What the captured side sent while the network was cut: the next connection carries it again.
+    /// Queues messages that the captured side sent while the network was cut: the next connection carries them again.
     fn queue_unseen(&mut self, link: usize, tos: u8) {
         let seen = self.played.posted.get(&link).map_or(0, Vec::len);
         for number in 0..self.record.sent.len() {
@@ -397,7 +397,7 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// What the captured side acknowledges it has got, whether its device has said so or not.
+    /// Delivers all that the captured side acknowledges, whether its device has done so or not.
     fn deliver_acknowledged(&mut self, number: usize) {
         let (record, sent) = (self.record, &self.record.sent[number]);
         let Some(ack) = sent.header().map(|header| header.ack.get()) else {
@@ -515,7 +515,7 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Until nothing happens by itself; programs read what has come.
+    /// Goes on until nothing happens by itself; programs read what has come.
     fn turn(&mut self) {
         loop {
             self.events();
