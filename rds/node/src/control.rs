@@ -126,6 +126,7 @@ impl Server {
             return;
         };
         client.pending = Pending::Nothing;
+        self.waiting.remove(&index);
         let (answer, fds) = result.unwrap_or_else(|e| (Answer::error(e.raw_os_error()), Vec::new()));
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let bytes = answer.to_bytes();
@@ -374,8 +375,9 @@ impl Server {
         match self.port(index, to) {
             Ok(()) => done(Answer::default()),
             Err(Errno::NOBUFS) if wait => {
-                if let Some(Entry::Client(client)) = self.entries.get_mut(client) {
-                    client.pending = Pending::Port { socket: index, to };
+                if let Some(Entry::Client(waiting)) = self.entries.get_mut(client) {
+                    waiting.pending = Pending::Port { socket: index, to };
+                    self.waiting.insert(client);
                 }
                 Ok(None)
             }

@@ -8,7 +8,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use rds::{MessageInfo, Node, Received, SocketId};
+use rds::{Attachment, MessageInfo, Node, Received, SocketId, proto::RdmaCookie};
 use rds_local::{MAX_MESSAGE, Op, Page, RecvHeader, RecvKind, SendHeader, SocketKey};
 use rustix::{
     io::Errno,
@@ -35,6 +35,34 @@ struct Packet {
     header: RecvHeader,
     data: Vec<u8>,
     info: Option<MessageInfo>,
+}
+
+/// Message of a program that is not queued.
+#[derive(Debug)]
+struct Held {
+    to: Option<SocketAddr>,
+    data: Vec<u8>,
+    cookie: Option<RdmaCookie>,
+}
+
+impl Held {
+    /// Parses a packet. One that can't be sent is counted.
+    fn parse(packet: &[u8], counts: &mut Counts) -> Option<Self> {
+        let Ok((to, op, data)) = SendHeader::parse(packet) else {
+            counts.bad_packets += 1;
+            return None;
+        };
+        let cookie = match op {
+            Op::None => None,
+            Op::Dest(cookie) => Some(RdmaCookie(cookie)),
+            Op::Rdma(_) | Op::Atomic(_) => {
+                counts.unsupported += 1;
+                return None;
+            }
+        };
+        let data = data.to_vec();
+        Some(Self { to, data, cookie })
+    }
 }
 
 /// Packets that a program has not read: their messages, and how many bytes were put there up to each.
@@ -84,7 +112,7 @@ pub(crate) struct Program {
     pub(crate) monitors: bool,
     pub(crate) transport: Option<u32>,
     /// Messages that were read and could not be queued.
-    held: VecDeque<(Option<SocketAddr>, Vec<u8>)>,
+    held: VecDeque<Held>,
     /// Packet that did not fit.
     out: Option<Packet>,
     in_pair: InPair,
@@ -161,8 +189,9 @@ impl Program {
             return self.drain(scratch, counts);
         };
         for _ in 0..BATCH {
-            if let Some((to, data)) = self.held.front() {
-                match node.queue(id, *to, data) {
+            if let Some(Held { to, data, cookie }) = self.held.front() {
+                let attachment = cookie.map_or(Attachment::Nothing, Attachment::Cookie);
+                match node.queue_with(id, *to, data, attachment) {
                     Ok(()) => {}
                     Err(rds::Error::WouldBlock) => return Next::Wait,
                     Err(_) => counts.bad_packets += 1,
@@ -177,11 +206,7 @@ impl Program {
                 Ok(packet) => packet,
                 Err(next) => return next,
             };
-            match SendHeader::parse(packet) {
-                Ok((to, Op::None, data)) => self.held.push_back((to, data.to_vec())),
-                Ok(_) => counts.unsupported += 1,
-                Err(_) => counts.bad_packets += 1,
-            }
+            self.held.extend(Held::parse(packet, counts));
         }
         Next::More
     }
@@ -191,14 +216,10 @@ impl Program {
         // As many as its buffer holds.
         while self.readable {
             let Ok(packet) = self.read(scratch) else { break };
-            match SendHeader::parse(packet) {
-                Ok((to, Op::None, data)) => self.held.push_back((to, data.to_vec())),
-                Ok(_) => counts.unsupported += 1,
-                Err(_) => counts.bad_packets += 1,
-            }
+            self.held.extend(Held::parse(packet, counts));
         }
         let peer = self.peer;
-        self.held.retain(|(dest, _)| dest.or(peer) != Some(to));
+        self.held.retain(|held| held.to.or(peer) != Some(to));
     }
 
     /// Drops what comes before a bind: libraries refuse it themselves.

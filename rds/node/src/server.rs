@@ -83,6 +83,8 @@ pub(crate) struct Server {
     /// Addresses whose devices are open. They stay so.
     pub(crate) devices: BTreeSet<IpAddr>,
     pub(crate) opening: BTreeMap<IpAddr, Vec<Waiting>>,
+    /// Clients that wait for a port.
+    pub(crate) waiting: BTreeSet<usize>,
     pub(crate) quotas: Quotas,
     pub(crate) counts: Counts,
     pub(crate) refused: u64,
@@ -123,6 +125,7 @@ impl Server {
             addrs: BTreeMap::new(),
             devices: BTreeSet::new(),
             opening: BTreeMap::new(),
+            waiting: BTreeSet::new(),
             quotas: Quotas::default(),
             counts: Counts::default(),
             refused: 0,
@@ -216,6 +219,7 @@ impl Server {
         };
         self.ready.remove(&index);
         self.recheck.remove(&index);
+        self.waiting.remove(&index);
         match entry {
             Entry::Client(client) => {
                 let _ = turn.sockets.deregister(client.socket.as_fd());
@@ -242,9 +246,11 @@ impl Server {
 
     /// Clients that wait until a socket may send.
     pub(crate) fn waiting_for(&self, socket: usize) -> Vec<usize> {
-        let waits = |entry: &Entry| matches!(entry, Entry::Client(Client { pending: Pending::Port { socket: of, .. }, .. }) if *of == socket);
-        let clients = self.entries.iter().filter(|(_, entry)| waits(entry));
-        clients.map(|(index, _)| index).collect()
+        let is_of = |index: &usize| match self.entries.get(*index) {
+            Some(Entry::Client(client)) => matches!(client.pending, Pending::Port { socket: of, .. } if of == socket),
+            _ => false,
+        };
+        self.waiting.iter().copied().filter(is_of).collect()
     }
 
     /// Does what is due.

@@ -1,12 +1,16 @@
 //! What programs can rely on.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{io::IoSlice, net::SocketAddr, time::Duration};
 
 use rds_host::{NodeOptions, RdsNode};
-use rds_local::{Control, RecvKind, Request, SocketFlags, SocketKey, SocketOption, info};
-use rustix::net::{RecvFlags, SendFlags};
+use rds_local::{Control, Op, RdmaOp, RecvKind, Request, SendHeader, SocketFlags, SocketKey, SocketOption, info};
+use rustix::{
+    event::PollFlags,
+    net::{RecvFlags, SendFlags},
+};
+use zerocopy::IntoBytes;
 
-use crate::support::{Host, errno, receive, send, until};
+use crate::support::{Host, errno, receive, send, until, wait_for};
 
 fn stays(_: &mut rds_node::Config) {}
 
@@ -145,6 +149,35 @@ fn a_socket_that_was_passed_on_is_known_and_its_page_had_again() {
     drop(kept);
     let third = second.socket().unwrap();
     until("its port is free", || third.bind(at).is_ok());
+}
+
+#[test]
+fn a_cookie_goes_with_its_message_and_operations_are_counted() {
+    let (near, far) = (Host::new(stays), Host::new(stays));
+    let programs = [near.program(), far.program()];
+    let [sender, reader] = [0, 1].map(|n: usize| programs[n].socket().unwrap());
+    sender.bind((near.addr, 4000).into()).unwrap();
+    let at = reader.bind((far.addr, 5000).into()).unwrap();
+    let put = |op: &Op, data: &[u8]| {
+        let bytes = op.to_bytes();
+        let header = SendHeader::new(Some(at), op, bytes.len(), data.len());
+        let parts = [header.as_bytes(), &bytes, data].map(IoSlice::new);
+        rds_local::send(&sender, &parts, &[], SendFlags::empty()).unwrap();
+    };
+    let operation = Op::Rdma(RdmaOp {
+        local: vec![(0x1000, 8)],
+        ..RdmaOp::default()
+    });
+    put(&operation, b"never");
+    put(&Op::Dest(0x1_0000_0007), b"here");
+    wait_for(&reader, PollFlags::IN);
+    let received = reader.recv(RecvFlags::DONTWAIT).unwrap();
+    assert_eq!(received.kind, RecvKind::Message(Some(0x1_0000_0007)));
+    assert_eq!(received.data, b"here");
+    let (bytes, _) = programs[0].info(info::COUNTERS).unwrap();
+    let unsupported =
+        info::elements::<info::Counter>(&bytes).find(|counter| counter.name.starts_with(b"local_unsupported"));
+    assert_eq!(unsupported.map(|counter| counter.value), Some(1));
 }
 
 #[test]
