@@ -3,12 +3,7 @@
 use core::net::SocketAddr;
 use std::collections::VecDeque;
 
-use crate::{
-    config::Config,
-    conn::Ticket,
-    proto::RdmaCookie,
-    rdma::{RdmaNotice, RdmaStatus},
-};
+use crate::{config::Config, proto::RdmaCookie, rdma::RdmaNotice};
 
 /// Number of a socket. That of a closed one may be another's later.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -156,19 +151,11 @@ impl Socket {
         }
     }
 
-    /// An operation has ended; `None`: it was reported before.
-    pub(crate) fn operation_ended(&mut self, ticket: &Ticket, status: Option<RdmaStatus>) {
-        let Some(status) = status else { return };
-        let is_reported = match status {
-            RdmaStatus::Success => ticket.on_success,
-            _ => ticket.on_failure,
-        };
-        match is_reported {
-            true => self.notices.push_back(RdmaNotice {
-                token: ticket.token,
-                status,
-            }),
-            false => self.operations -= 1,
+    /// An operation has ended; `None`: its user does not want to know.
+    pub(crate) fn operation_ended(&mut self, notice: Option<RdmaNotice>) {
+        match notice {
+            Some(notice) => self.notices.push_back(notice),
+            None => self.operations -= 1,
         }
     }
 

@@ -9,7 +9,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    rdma::{Operation, OperationFlags, OperationKind, RdmaStatus},
+    rdma::{Operation, OperationFlags, OperationKind, RdmaNotice, RdmaStatus},
     socket::SocketId,
 };
 
@@ -24,6 +24,18 @@ pub(crate) struct Ticket {
     pub(crate) on_success: bool,
     /// Report failure.
     pub(crate) on_failure: bool,
+}
+
+impl Ticket {
+    /// Returns the report of an end, if it is wanted.
+    pub(crate) fn notice(&self, status: RdmaStatus) -> Option<RdmaNotice> {
+        let is_wanted = match status {
+            RdmaStatus::Success => self.on_success,
+            _ => self.on_failure,
+        };
+        let token = self.token;
+        is_wanted.then_some(RdmaNotice { token, status })
+    }
 }
 
 /// Operation of a message.

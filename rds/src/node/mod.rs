@@ -5,6 +5,7 @@ mod deliver;
 mod drive;
 mod list;
 mod rdma;
+mod region;
 mod sockets;
 
 pub use list::MessageInfo;
@@ -25,7 +26,7 @@ use crate::{
     socket::{Socket, SocketId},
 };
 
-use rdma::Region;
+use region::Region;
 
 /// Report of a node to its user.
 #[derive(Debug)]

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use roce_verbs::{
     AccessFlags,
     mem::Pages,
-    provider::{Cx, DeviceIx, Memory, MrId, Provider, Registration, VerbsError},
+    provider::{Cx, DeviceIx, Memory, Provider, Registration, VerbsError},
 };
 
-use super::Node;
+use super::{Node, region::Region};
 use crate::{
     Error,
     conn::{Ended, Outgoing},
@@ -22,16 +22,6 @@ use crate::{
 const MAX_REGION: usize = MAX_MESSAGE as usize + 4096;
 /// Bytes that are copied at a time between sockets of the node.
 const COPY: usize = 16 * MAX_FRAGMENT;
-
-/// Memory of a socket that peers may use.
-#[derive(Debug)]
-pub(super) struct Region {
-    pub(super) mr: MrId,
-    socket: SocketId,
-    memory: Arc<dyn Memory>,
-    range: Range<usize>,
-    rights: RegionRights,
-}
 
 impl Node {
     /// Registers memory of a socket that is bound, for all peers that get the cookie. Its addresses begin at 0, as those of the kernel's
@@ -171,7 +161,9 @@ impl Node {
     pub(super) fn operations_ended(&mut self, ended: Vec<Ended>) {
         for (ticket, status) in ended {
             if let Some(socket) = self.sockets.get_mut(ticket.socket.0 as usize) {
-                socket.operation_ended(&ticket, status);
+                if let Some(status) = status {
+                    socket.operation_ended(ticket.notice(status));
+                }
                 Self::tell(&mut self.out, (ticket.socket, socket));
             }
         }

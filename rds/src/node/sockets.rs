@@ -389,13 +389,13 @@ impl Node {
             connection.queue.cancel(id, Some(to.port()), |message| {
                 socket.unacked -= message.data.len();
                 if let Some(ticket) = message.ticket() {
-                    socket.operation_ended(&ticket, Some(RdmaStatus::Canceled));
+                    socket.operation_ended(ticket.notice(RdmaStatus::Canceled));
                 }
             });
         }
         for (_, link) in self.links.iter_mut().filter(|(_, link)| link.key.remote == to.ip()) {
             for ticket in link.operations.cancel(id, to.port()) {
-                socket.operation_ended(&ticket, Some(RdmaStatus::Canceled));
+                socket.operation_ended(ticket.notice(RdmaStatus::Canceled));
             }
         }
         Self::tell(&mut self.out, (id, socket));
