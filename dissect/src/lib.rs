@@ -5,6 +5,8 @@
 //! the number of the [exchange](ExchangeId) that it belongs to. All packets of a request have the same one: its data, its answer, and the
 //! acknowledgements.
 //!
+//! [`ProtocolJudge`] judges RDS and LNet in captures: [`checker`] is `roce_pcap`'s with its rules.
+//!
 //! | layer | contents |
 //! | --- | --- |
 //! | `BTH` | base transport header and extended headers |
@@ -38,6 +40,7 @@ mod dissector;
 mod exchange;
 mod field;
 mod flow;
+mod judge;
 mod layers;
 mod paths;
 mod rds_part;
@@ -48,4 +51,5 @@ pub use cx::Meta;
 pub use dissector::Dissector;
 pub use exchange::ExchangeId;
 pub use field::{Base, Dissection, Field, Layer, NOT_UNDERSTOOD};
+pub use judge::{ProtocolJudge, check_file, check_reader, checker};
 pub use roce_pcap::Service;

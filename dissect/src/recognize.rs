@@ -4,6 +4,7 @@ use lnet::proto::{Body, Message};
 use rds::proto::{Flags, Header, MAX_MESSAGE};
 use rnbd::proto::{ClientMsg, MsgClose, MsgIo, MsgOpen, MsgSessInfo};
 use roce_bth::{Class, Packet, Service as Transport};
+use roce_pcap::judge::Observed;
 use rtrs::proto::{Imm, RdmaRead, RdmaWrite, Request};
 
 use crate::service::Service;
@@ -28,6 +29,13 @@ pub(crate) fn service(packet: &Packet<'_>) -> Option<Service> {
     }
 }
 
+/// Returns the service of a packet that begins a SEND, if it is RDS or LNet.
+pub(crate) fn upper(o: &Observed<'_>) -> Option<Service> {
+    let header = o.header;
+    let payload = o.payload?;
+    service(&Packet { header, payload }).filter(|service| matches!(service, Service::Rds | Service::Lnet))
+}
+
 /// Returns whether a SEND, or its first packet, is a message of LNet.
 fn is_lnet(bytes: &[u8], whole: bool) -> bool {
     match Message::parse(bytes) {
@@ -39,7 +47,7 @@ fn is_lnet(bytes: &[u8], whole: bool) -> bool {
 
 /// Returns whether a SEND, or its first packet, is a fragment of RDS: a header with a checksum that is right, known flags, and a length
 /// that fits.
-fn is_rds(bytes: &[u8], whole: bool) -> bool {
+pub(crate) fn is_rds(bytes: &[u8], whole: bool) -> bool {
     let Ok((header, data)) = Header::parse(bytes) else {
         return false;
     };

@@ -2,8 +2,11 @@
 
 mod captures;
 mod common;
+mod damage;
 mod exchanges;
 mod golden;
+mod judged;
 mod odd;
 mod recognized;
+mod sent;
 mod trees;

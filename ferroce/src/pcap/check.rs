@@ -6,6 +6,7 @@ use std::{
 };
 
 use clap::Args;
+use ferroce_dissect::ProtocolJudge;
 use roce_pcap::{
     Capture, Checker, Finding, FrameReport, Icrc, Report, Verdict,
     judge::{Stated, Summary},
@@ -26,7 +27,7 @@ use crate::output::{self, Failure};
 /// follows every connection, and prints findings: severity, rule, a sentence, and who is at fault. The same finding of a
 /// peer is printed once, with a count. A table of queue pairs with their verdicts follows, and a line for the file. A
 /// capture may begin in the middle, lack a direction or frames, or have cut ones: it is judged by what can be known, and
-/// what could not be checked is said.
+/// what could not be checked is said. RDS and LNet have rules of their own; those of others end with the transport.
 ///
 /// With --json, one object per file and line: `file`, `verdict` (`good`, `bad`, `not_checked`), counters, `findings` and
 /// `conversations`; or `file` and `error` for a file that can't be read.
@@ -97,8 +98,7 @@ struct Unreadable<'a> {
 fn check(args: &CheckArgs, file: &Path) -> Result<Result<Report, String>, Failure> {
     let live = file.as_os_str() == "-";
     let name = file.display().to_string();
-    let mut checker = Checker::new(name.clone());
-    args.qp.iter().for_each(|stated| checker.state(stated));
+    let checker = Checker::with(name.clone(), &ProtocolJudge::setup(&args.qp));
     let report = if live {
         Capture::new(io::stdin().lock()).map(|capture| judge(args, checker, capture, true))
     } else {

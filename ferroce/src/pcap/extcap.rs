@@ -10,7 +10,7 @@ use std::{
 };
 
 use clap::Args;
-use roce_pcap::{Checker, Frame, Interface, PcapNgWriter, comments};
+use roce_pcap::{Frame, Interface, PcapNgWriter, comments};
 
 use super::live::{NetInterface, PacketSocket};
 use crate::output::Failure;
@@ -131,7 +131,7 @@ fn stream(interface: &NetInterface, socket: &mut PacketSocket, pipe: File, judge
     // Described at once: Wireshark shows that the capture runs.
     let number = out.interface(interface.link, 0, Some(&interface.name))?;
     let described = Interface::live(interface.link, &*interface.name);
-    let mut checker = Checker::new(&*interface.name);
+    let mut checker = ferroce_dissect::checker(&*interface.name);
     checker.keep_findings();
     let mut index = 0;
     while socket.wait(&pipe)? {

@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use ferroce_dissect::ProtocolJudge;
 use roce_pcap::{Capture, PcapNgWriter, Survey, judge::Stated};
 use roce_verbs::shown;
 
@@ -50,7 +51,7 @@ impl Source {
     /// Reads it to its end for the first time.
     pub(super) fn survey(&mut self, stated: &[Stated]) -> Result<Survey, Failure> {
         let name = self.path.display().to_string();
-        Ok(Survey::new(name, stated, &mut self.capture()?))
+        Ok(Survey::new(name, &ProtocolJudge::setup(stated), &mut self.capture()?))
     }
 
     /// Makes a file for a copy; `-` is standard output. Refuses to overwrite the capture itself.

@@ -7,7 +7,7 @@ use std::{
 };
 
 use roce_pcap::{
-    Capture, Checker, Error,
+    Capture, Checker, Error, Setup,
     judge::{Endpoint, Event, Observed, Stated},
 };
 
@@ -39,8 +39,11 @@ impl Stream {
         stated: &[Stated],
         each: impl FnMut(&Event, &Observed<'_>),
     ) -> (Checker, Option<String>) {
-        let mut checker = Checker::new("");
-        stated.iter().for_each(|stated| checker.state(stated));
+        let setup = Setup {
+            stated: stated.to_vec(),
+            upper: None,
+        };
+        let mut checker = Checker::with("", &setup);
         let broken = match self {
             Self::File(capture) => follow(capture, &mut checker, || false, each),
             Self::Live(capture, stop) => follow(capture, &mut checker, || stop.requested(), each),

@@ -7,12 +7,21 @@ use roce_bth::Qpn;
 use crate::{
     check::{Packets, Skipped, examine, segment},
     finding::{Finding, Findings},
-    judge::{Event, Judge, Meta, Observed, Stated},
+    judge::{Event, Judge, Meta, NewUpperJudge, Observed, Stated},
     reader::{Capture, Error, Frame},
     report::{FrameReport, Report},
     rule::Rule,
     segments::Splitter,
 };
+
+/// Facts and judges that a [`Checker`] begins with.
+#[derive(Clone, Default, Debug)]
+pub struct Setup {
+    /// Queue pairs that the user names.
+    pub stated: Vec<Stated>,
+    /// Judge of the protocols above the transport; `None`: they are not judged.
+    pub upper: Option<NewUpperJudge>,
+}
 
 /// Checks the frames of a capture one by one, in the capture's order.
 #[derive(Default)]
@@ -26,7 +35,7 @@ pub struct Checker {
 }
 
 impl Checker {
-    /// Creates a checker; `name` is what its report calls the capture.
+    /// Creates a checker of the transport; `name` is what its report calls the capture.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             report: Report {
@@ -38,9 +47,14 @@ impl Checker {
         }
     }
 
-    /// Adds queue pairs that the user names.
-    pub fn state(&mut self, stated: &Stated) {
-        self.judge.state(stated);
+    /// Creates a checker; `name` is what its report calls the capture.
+    pub fn with(name: impl Into<String>, setup: &Setup) -> Self {
+        let mut checker = Self::new(name);
+        if let Some(new) = setup.upper {
+            checker.judge.set_upper(new());
+        }
+        setup.stated.iter().for_each(|stated| checker.judge.state(stated));
+        checker
     }
 
     /// Keeps all findings for [`Checker::take_findings`], also those that a report only counts.

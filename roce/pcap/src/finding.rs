@@ -53,7 +53,7 @@ pub struct Finding {
 
 impl Finding {
     /// Creates a finding of a packet from `src` to `dst`.
-    pub(crate) fn new(frame: u64, rule: Rule, (src, dst): (IpAddr, IpAddr), text: impl Into<String>) -> Self {
+    pub fn new(frame: u64, rule: Rule, (src, dst): (IpAddr, IpAddr), text: impl Into<String>) -> Self {
         let fault = rule.fault();
         Self {
             at_fault: match fault {
@@ -82,7 +82,9 @@ impl Finding {
         }
     }
 
-    pub(crate) fn of(mut self, conversation: usize) -> Self {
+    /// Sets the conversation.
+    #[must_use]
+    pub fn of(mut self, conversation: usize) -> Self {
         self.conversation = Some(conversation);
         self
     }

@@ -71,7 +71,7 @@ pub use annotate::{annotate, comments};
 #[cfg(feature = "reader")]
 pub use anonymize::{Anonymized, Filling, Settings, anonymize};
 #[cfg(feature = "reader")]
-pub use checker::{Checker, check, check_file, check_file_with, check_reader};
+pub use checker::{Checker, Setup, check, check_file, check_file_with, check_reader};
 pub use create::{append_private, create_private};
 #[cfg(feature = "reader")]
 pub use finding::{Finding, Findings, MAX_FINDINGS};

@@ -165,4 +165,81 @@ rules! {
     CmNoAnswer = "cm-no-answer", Warning, Receiver;
     /// A connection was rejected. (IBA chapter 12, REJ (table 108))
     CmRejected = "cm-rejected", Note, None;
+    /// A request to connect has version 3.1 or 4 with a common minor version; the answer has the version that follows
+    /// from the request's. A peer rejects or drops others. (Linux net/rds/ib_cm.c, rds_ib_protocol_compatible)
+    RdsVersion = "rds-version", Error, Sender;
+    /// The private data of a request to connect names the addresses of its packet; the answer's has them swapped, and
+    /// the same type of service. (Linux net/rds/ib_cm.c, struct rds_ib_connect_private)
+    RdsPrivate = "rds-private", Warning, Sender;
+    /// The number in a reject is at most 1 in the byte order of x86 and Arm. A kernel that gets another one waits for
+    /// ever and does not connect again. (Linux net/rds/rdma_transport.c, rds_rdma_cm_event_handler_cmn)
+    RdsReject = "rds-reject", Error, Sender;
+    /// Each SEND has a header of 48 bytes. A message has at most 1 MiB; its fragments have 4096 bytes of it each, and
+    /// the last one what remains. (Linux net/rds/ib_recv.c, RDS_FRAG_SIZE, RDS_MAX_MSG_SIZE)
+    RdsLength = "rds-length", Error, Sender;
+    /// The checksum of a header is right, or 0 for none. A receiver drops the connection because of a wrong one. (Linux
+    /// net/rds/ib_recv.c, rds_message_verify_checksum)
+    RdsChecksum = "rds-checksum", Error, Sender;
+    /// The fragments of a message have the same sequence number, length and ports, and only acknowledgements come
+    /// between them. A receiver drops the connection otherwise. (Linux net/rds/ib_recv.c, rds_ib_process_recv)
+    RdsFragment = "rds-fragment", Error, Sender;
+    /// Sequence numbers of messages begin with 1 and grow on a connection, also by more than 1. Only a message with
+    /// RETRANSMITTED has one that was sent before. (Linux net/rds/recv.c, rds_recv_incoming)
+    RdsSequence = "rds-sequence", Error, Sender;
+    /// A message that is sent again over a later connection has RETRANSMITTED; otherwise the receiver delivers it
+    /// twice. (Linux net/rds/recv.c, rds_recv_incoming; net/rds/send.c, rds_send_path_reset)
+    RdsRepeat = "rds-repeat", Warning, Sender;
+    /// The sender's sequence numbers begin again with 1 over a later connection: it was started again. (Linux
+    /// net/rds/send.c, cp_next_tx_seq)
+    RdsRestart = "rds-restart", Note, None;
+    /// Only messages that were sent are acknowledged. The peer takes those of a higher number for delivered and forgets
+    /// them. (Linux net/rds/send.c, rds_send_path_drop_acked)
+    RdsAckFuture = "rds-ack-future", Error, Sender;
+    /// The acknowledged sequence number does not go back on a connection. Kernels acknowledge the message that they
+    /// looked at last, also one that they drop. (Linux net/rds/ib_recv.c, rds_ib_set_ack; measured with 6.1)
+    RdsAckBack = "rds-ack-back", Note, Sender;
+    /// A sender asks for acknowledgements now and then, kernels with the ninth message: without ACK_REQUIRED none
+    /// comes, and its queue fills. 128 messages in a row ask for none. (Linux net/rds/send.c,
+    /// rds_sysctl_max_unacked_packets)
+    RdsAckAsked = "rds-ack-asked", Warning, Sender;
+    /// The last fragment of a message or map, and an acknowledgement without data, are solicited: a kernel does not
+    /// look at others before the next one that is. (Linux net/rds/ib_recv.c, ib_req_notify_cq with IB_CQ_SOLICITED)
+    RdsSolicited = "rds-solicited", Warning, Sender;
+    /// A congestion map has the flag CONG_BITMAP alone, and 8192 bytes. A kernel ignores others, and takes one with
+    /// another flag for data with sequence number 0. (Linux net/rds/ib_recv.c, rds_ib_cong_recv; measured with 6.1)
+    RdsMap = "rds-map", Error, Sender;
+    /// A congestion map has sequence number and ports 0; kernels ignore what is there. (Linux net/rds/message.c,
+    /// rds_message_populate_header; measured with 6.1)
+    RdsMapNumbers = "rds-map-numbers", Warning, Sender;
+    /// No new message goes to a port that the peer's map has shown as congested for a second or more. (Linux
+    /// net/rds/cong.c, rds_cong_wait)
+    RdsCongested = "rds-congested", Warning, Sender;
+    /// A message has magic, type, and lengths that fit: at most 4096 bytes, 1 to 257 fragments, no data with an ACK or
+    /// GET. A receiver closes the connection because of others. (Lustre o2iblnd.c, kiblnd_unpack_msg; lib-move.c,
+    /// lnet_parse)
+    LnetFormat = "lnet-format", Error, Sender;
+    /// A checksum that is not 0 is right. A receiver closes the connection because of a wrong one. (Lustre o2iblnd.c,
+    /// kiblnd_cksum)
+    LnetChecksum = "lnet-checksum", Error, Sender;
+    /// An answer to a request to connect is of its version, and has at most its queue depth and fragments; neither is
+    /// 0. The requester closes the connection otherwise. (Lustre o2iblnd_cb.c, kiblnd_check_connreply)
+    LnetParameters = "lnet-parameters", Error, Sender;
+    /// All messages name the two nodes of the connection. A receiver closes the connection because of another one.
+    /// (Lustre o2iblnd_cb.c, kiblnd_handle_rx, ESTALE)
+    LnetNid = "lnet-nid", Error, Sender;
+    /// All messages have the incarnations of both nodes that the connection was made with. Others are of a node that
+    /// was started again, and the receiver closes the connection. (Lustre o2iblnd_cb.c, kiblnd_handle_rx, ESTALE)
+    LnetStamp = "lnet-stamp", Error, Sender;
+    /// IMMEDIATE, PUT_REQ and GET_REQ take one of as many credits as the queue is deep; no more are taken than there
+    /// are, and no more returned than were taken. (Lustre o2iblnd_cb.c, kiblnd_post_tx_locked, kiblnd_handle_rx)
+    LnetCredits = "lnet-credits", Error, Sender;
+    /// PUT_ACK and PUT_NAK answer a PUT_REQ, PUT_DONE a PUT_ACK, and GET_DONE a GET_REQ, by its cookie, and once. A
+    /// receiver closes the connection because of others. (Lustre o2iblnd_cb.c, kiblnd_find_waiting_tx_locked)
+    LnetCookie = "lnet-cookie", Error, Sender;
+    /// An RDMA WRITE goes into a fragment that the peer described for a transfer that is not done, and each byte is
+    /// written once. (Lustre o2iblnd_cb.c, kiblnd_init_rdma)
+    LnetSink = "lnet-sink", Error, Sender;
+    /// A PUT_DONE or GET_DONE reports as many bytes as were written: the receiver takes memory that was not written for
+    /// data. (Lustre o2iblnd_cb.c, kiblnd_init_rdma, kiblnd_send_completion)
+    LnetBytes = "lnet-bytes", Error, Sender;
 }

@@ -8,9 +8,9 @@ use std::{
 use roce_bth::Opcode;
 
 use crate::{
-    checker::Checker,
+    checker::{Checker, Setup},
     finding::Finding,
-    judge::{Endpoint, Event, Observed, Stated, Summary},
+    judge::{Endpoint, Event, Observed, Summary},
     reader::{Capture, Error, Frame},
     report::{FrameReport, Report},
 };
@@ -21,7 +21,7 @@ const MAX_LATE: usize = 1 << 20;
 /// First reading of a capture: the report, and what belongs to frames but shows later.
 pub struct Survey {
     report: Report,
-    stated: Vec<Stated>,
+    setup: Setup,
     /// Findings that show at later frames, or at the end, by frame.
     late: BTreeMap<u64, Vec<Finding>>,
     late_kept: usize,
@@ -50,18 +50,18 @@ pub struct Reviewed {
 }
 
 impl Survey {
-    /// Reads a capture to its end; `name` is what the report calls it, `stated` what the user knows of its queue pairs.
-    pub fn new<R: Read>(name: impl Into<String>, stated: &[Stated], capture: &mut Capture<R>) -> Self {
+    /// Reads a capture to its end; `name` is what the report calls it, `setup` what its checkers begin with.
+    pub fn new<R: Read>(name: impl Into<String>, setup: &Setup, capture: &mut Capture<R>) -> Self {
         let mut survey = Self {
             report: Report::default(),
-            stated: stated.to_vec(),
+            setup: setup.clone(),
             late: BTreeMap::new(),
             late_kept: 0,
             late_left_out: 0,
             merged: HashMap::new(),
             messages: HashMap::new(),
         };
-        let mut checker = checker(name, stated);
+        let mut checker = checker(name, setup);
         let mut last = 0;
         while let Some(frame) = capture.next_frame() {
             match frame {
@@ -129,7 +129,7 @@ impl Survey {
     /// Begins the second reading.
     pub fn reviewer(&self) -> Reviewer<'_> {
         Reviewer {
-            checker: checker(self.report.file.as_str(), &self.stated),
+            checker: checker(self.report.file.as_str(), &self.setup),
             survey: Some(self),
         }
     }
@@ -146,10 +146,9 @@ impl Survey {
     }
 }
 
-fn checker(name: impl Into<String>, stated: &[Stated]) -> Checker {
-    let mut checker = Checker::new(name);
+fn checker(name: impl Into<String>, setup: &Setup) -> Checker {
+    let mut checker = Checker::with(name, setup);
     checker.keep_findings();
-    stated.iter().for_each(|stated| checker.state(stated));
     checker
 }
 
@@ -161,9 +160,9 @@ pub struct Reviewer<'a> {
 
 impl Reviewer<'static> {
     /// Begins the only reading. The findings of a frame are those that show with it, also of earlier frames.
-    pub fn live(name: impl Into<String>, stated: &[Stated]) -> Self {
+    pub fn live(name: impl Into<String>, setup: &Setup) -> Self {
         Self {
-            checker: checker(name, stated),
+            checker: checker(name, setup),
             survey: None,
         }
     }

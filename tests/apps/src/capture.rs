@@ -6,8 +6,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use ferroce_dissect::check_file;
 use roce_bth::{Class, Opcode, Packet, Service};
-use roce_pcap::{Capture, Finding, Rule, Severity, check_file, decode};
+use roce_pcap::{Capture, Finding, Rule, Severity, decode};
 
 use crate::Result;
 

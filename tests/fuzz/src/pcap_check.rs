@@ -3,7 +3,8 @@
 
 use std::io;
 
-use roce_pcap::{Capture, Checker, Flows, PcapNgWriter, Report, Selection, Settings, Survey, check_reader};
+use ferroce_dissect::{ProtocolJudge, check_reader};
+use roce_pcap::{Capture, Checker, Flows, PcapNgWriter, Report, Selection, Settings, Survey};
 
 /// Most conversations of a capture that is split: each makes a file.
 const MAX_SPLIT: usize = 4;
@@ -55,7 +56,7 @@ fn flows(data: &[u8]) {
 fn copies(data: &[u8], report: &Report) {
     let capture = || Capture::new(data).expect("it has been read");
     let writer = || PcapNgWriter::new(io::sink()).expect("a sink takes all");
-    let survey = Survey::new("fuzz", &[], &mut capture());
+    let survey = Survey::new("fuzz", &ProtocolJudge::setup(&[]), &mut capture());
     assert_eq!(survey.report(), report);
     let annotated = roce_pcap::annotate(&survey, &mut capture(), &mut writer());
     assert_eq!(annotated.expect("a sink takes all").0, report.frames);

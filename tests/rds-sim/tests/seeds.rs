@@ -85,3 +85,21 @@ fn who_connects_at_once_gets_one_connection() {
 fn the_program_says_how_many_orders_there_are() {
     assert_eq!(RACES, 28_125);
 }
+
+#[test]
+fn captures_break_no_rule_of_rds() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut wrong = String::new();
+    for seed in 1..=8 {
+        let path = dir.path().join(format!("{seed}.pcap"));
+        let mut config = RunConfig::new(seed);
+        config.capture = Some(path.clone());
+        run(&config).unwrap();
+        let report = ferroce_dissect::check_file(&path).unwrap();
+        assert!(report.conversations.iter().any(|c| c.name.as_deref() == Some("RDS")));
+        for f in report.findings.iter().filter(|f| f.rule.id().starts_with("rds-")) {
+            wrong += &format!("{seed}: frame {} x{}: {f}\n", f.frame, f.count);
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong}");
+}

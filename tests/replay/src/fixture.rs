@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use roce_pcap::{Capture, Survey};
+use roce_pcap::{Capture, Setup, Survey};
 use roce_replay::{Connection, Event};
 
 use crate::error::Error;
@@ -24,7 +24,7 @@ pub fn locate(file: &str) -> PathBuf {
 /// # Errors
 /// When it can't be read.
 pub fn connections(path: &Path) -> Result<Vec<Connection>, Error> {
-    let survey = Survey::new(path.display().to_string(), &[], &mut Capture::open(path)?);
+    let survey = Survey::new(path.display().to_string(), &Setup::default(), &mut Capture::open(path)?);
     Ok(roce_replay::read(&survey, &mut Capture::open(path)?))
 }
 

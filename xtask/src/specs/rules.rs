@@ -108,14 +108,15 @@ impl Rules {
 
     /// Finds rules without a test, and tests that do not exist.
     pub(super) fn untested(&self, tests: &mut Tests) -> Result<Vec<String>> {
-        let named = Tests::rules_named_in("roce/pcap/tests")?;
+        let mut named = Tests::rules_named_in("roce/pcap/tests")?;
+        named.extend(Tests::rules_named_in("dissect/tests")?);
         let mut findings = Vec::new();
         for rule in &self.rules {
             let missing = rule.tests.iter().filter(|test| !tests.exists(test));
             findings.extend(missing.map(|test| format!("rule {}: no test {test}", rule.id)));
             if rule.tests.is_empty() && !named.contains(&rule.variant()) {
                 findings.push(format!(
-                    "rule {}: no test in roce/pcap/tests names Rule::{}",
+                    "rule {}: no test in roce/pcap/tests or dissect/tests names Rule::{}",
                     rule.id,
                     rule.variant()
                 ));

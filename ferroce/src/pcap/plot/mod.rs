@@ -18,7 +18,7 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use roce_pcap::{
-    Checker,
+    Checker, Setup,
     judge::{Event, Observed, Stated},
 };
 use roce_verbs::shown;
@@ -146,8 +146,11 @@ fn read(
     stated: &[Stated],
     mut each: impl FnMut(&Event, &Observed<'_>),
 ) -> Result<(Checker, Option<String>), Failure> {
-    let mut checker = Checker::new("");
-    stated.iter().for_each(|stated| checker.state(stated));
+    let setup = Setup {
+        stated: stated.to_vec(),
+        upper: None,
+    };
+    let mut checker = Checker::with("", &setup);
     let mut capture = source.capture()?;
     while let Some(frame) = capture.next_frame() {
         match frame {

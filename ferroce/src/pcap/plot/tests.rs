@@ -159,6 +159,7 @@ fn a_picture_of_a_million_packets_is_small_and_has_every_loss() {
             time_ns: n as u64 * 1000,
             conversation: 0,
             sender,
+            generation: 0,
             src: [10, 0, 0, 1].into(),
             src_port: 1,
             congestion: false,

@@ -13,6 +13,7 @@ use std::{
 };
 
 use clap::Args;
+use ferroce_dissect::ProtocolJudge;
 use roce_pcap::{Capture, Frame, Report, judge::Stated};
 
 use self::{
@@ -150,7 +151,7 @@ fn show_file(
 /// Shows standard input as it comes.
 fn show_live(args: &ShowArgs, wanted: &Wanted, printer: &mut Printer<impl Write>) -> Result<Report, Failure> {
     let mut capture = Capture::new(io::stdin().lock()).map_err(|e| Failure::with_status(2, format!("-: {e}")))?;
-    let mut reading = Reading::new(roce_pcap::Reviewer::live("-", &args.stated));
+    let mut reading = Reading::new(roce_pcap::Reviewer::live("-", &ProtocolJudge::setup(&args.stated)));
     let mut context = Context::new(args.context);
     while let Some(frame) = capture.next_frame() {
         match frame {

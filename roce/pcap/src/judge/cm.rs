@@ -20,6 +20,23 @@ const MAX: usize = 1 << 16;
 /// Frames with connection messages that are remembered.
 const MAX_MESSAGES: usize = 1 << 18;
 
+/// Connection request that a message belongs to.
+pub(super) struct Known<'a> {
+    pub(super) request: &'a Req,
+    /// Frame that had it first.
+    pub(super) frame: u64,
+    pub(super) conversation: Option<usize>,
+}
+
+/// Reads the MAD of a datagram to QP1 whose headers are right.
+pub(super) fn read(o: &Observed<'_>) -> Option<Mad> {
+    let packet = Packet {
+        header: o.header,
+        payload: o.payload?,
+    };
+    Mad::parse(datagram::check(&packet).ok()??).ok()
+}
+
 /// Queue pair and parameters of one side.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Side {
@@ -148,16 +165,28 @@ impl Transactions {
 
     /// Remembers the frame of a message and the request that it belongs to.
     fn remember(&mut self, o: &Observed<'_>, message: &Message) {
-        let id = match message {
-            Message::Req(req) => Some((o.meta.src.ip(), req.local_comm_id)),
-            other => other.receiver_id().map(|id| (o.meta.dst, id)),
-        };
-        let key = id.map(|id| *self.by_acceptor.get(&id).unwrap_or(&id));
-        if let Some(t) = key.and_then(|key| self.by_requester.get(&key))
+        if let Some(serial) = self.find(o, message).map(|t| t.serial)
             && self.messages.len() < MAX_MESSAGES
         {
-            self.messages.push((o.meta.frame, t.serial));
+            self.messages.push((o.meta.frame, serial));
         }
+    }
+
+    fn find(&self, o: &Observed<'_>, message: &Message) -> Option<&Transaction> {
+        let id = match message {
+            Message::Req(req) => (o.meta.src.ip(), req.local_comm_id),
+            other => (o.meta.dst, other.receiver_id()?),
+        };
+        self.by_requester.get(self.by_acceptor.get(&id).unwrap_or(&id))
+    }
+
+    /// Returns the connection request that a message belongs to.
+    pub(super) fn of(&self, o: &Observed<'_>, message: &Message) -> Option<Known<'_>> {
+        self.find(o, message).map(|t| Known {
+            request: &t.req,
+            frame: t.frame,
+            conversation: t.conversation,
+        })
     }
 
     /// Returns the frames with messages of connections that were made, and their conversations.

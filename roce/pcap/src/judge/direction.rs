@@ -109,6 +109,8 @@ pub(super) struct Direction {
     pub(super) rnrs: (i64, u32),
     /// PSNs that were acknowledged although the capture does not show them.
     pub(super) missed: u64,
+    /// How often [`Direction::restart`] was called.
+    pub(super) generation: u32,
     /// Packets without their whole headers or payload.
     pub(super) cut: u64,
     pub(super) last_ns: u64,
@@ -138,6 +140,7 @@ impl Direction {
             repeated: self.repeated,
             missed: self.missed,
             cut: self.cut,
+            generation: self.generation + 1,
             ..Self::default()
         };
     }

@@ -15,6 +15,8 @@ pub struct Event {
     pub conversation: usize,
     /// Index of the endpoint that sent it.
     pub sender: usize,
+    /// How often the sender's queue pair was connected again under the same number, as its requests show.
+    pub generation: u32,
     /// Sender's address.
     pub src: IpAddr,
     /// UDP source port.

@@ -16,8 +16,10 @@ mod requests;
 mod responses;
 mod spans;
 mod table;
+mod upper;
 
 pub use conversation::{Endpoint, Origin};
 pub use event::{Event, EventKind};
 pub use observed::{Meta, Observed};
 pub use table::{Judge, Stated, Summary};
+pub use upper::{ConnectionMessage, NewUpperJudge, UpperJudge};

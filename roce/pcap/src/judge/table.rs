@@ -6,13 +6,14 @@ use roce_bth::{Class, Psn, Qpn, Service};
 use serde::Serialize;
 
 use super::{
-    cm::{Change, Side, Transactions},
+    cm::{self, Change, Side, Transactions},
     context::{Context, PathMtu},
     conversation::{Conversation, Endpoint, Origin},
     event::{Event, EventKind},
     observed::Observed,
     requests, responses,
     spans::room,
+    upper::{ConnectionMessage, UpperJudge},
 };
 use crate::{finding::Finding, rule::Rule, verdict::Verdict};
 
@@ -88,6 +89,8 @@ pub struct Judge {
     comparisons: usize,
     /// Packets of conversations beyond [`MAX_CONVERSATIONS`].
     not_followed: u64,
+    /// Judge of the protocols above, if there is one.
+    upper: Option<Box<dyn UpperJudge>>,
 }
 
 impl Default for Judge {
@@ -101,6 +104,7 @@ impl Default for Judge {
             now_ns: 0,
             comparisons: COMPARISONS,
             not_followed: 0,
+            upper: None,
         }
     }
 }
@@ -109,6 +113,11 @@ impl Judge {
     /// Creates a judge that has seen nothing.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Adds a judge of the protocols above the transport. It must be there before the first packet.
+    pub fn set_upper(&mut self, upper: Box<dyn UpperJudge>) {
+        self.upper = Some(upper);
     }
 
     /// Adds queue pairs that the user names.
@@ -137,25 +146,58 @@ impl Judge {
         if o.header.bth.dest_qp == Qpn::GSI {
             let change = self.transactions.datagram(o, &mut self.findings);
             self.change(change, o);
+            self.connection_message(o);
             return None;
         }
         let (index, sender) = self.route(o)?;
         let before = self.findings.len();
         let kind = self.step(index, sender, o);
         let conversation = &mut self.conversations[index];
-        conversation.count(&self.findings[before..]);
-        Some(Event {
+        let event = Event {
             frame: o.meta.frame,
             time_ns: o.meta.time_ns,
             conversation: index,
             sender,
+            generation: conversation.directions[sender].generation,
             src: o.meta.src.ip(),
             src_port: o.meta.src.port(),
             congestion: o.meta.ecn & 3 == 3,
             bytes: o.payload_len,
             opcode: o.header.bth.opcode,
             kind,
-        })
+        };
+        if let Some(upper) = &mut self.upper {
+            upper.packet(&event, o, &mut self.findings);
+        }
+        conversation.count(&self.findings[before..]);
+        Some(event)
+    }
+
+    /// Gives a message of the connection manager to the judge of the protocols above.
+    fn connection_message(&mut self, o: &Observed<'_>) {
+        let Some(upper) = &mut self.upper else { return };
+        let Some(mad) = cm::read(o) else { return };
+        let known = self.transactions.of(o, &mad.message);
+        let message = ConnectionMessage {
+            packet: o,
+            message: &mad.message,
+            request: known.as_ref().map(|known| known.request),
+            repeated: known.as_ref().is_some_and(|known| known.frame != o.meta.frame),
+            conversation: known.and_then(|known| known.conversation),
+        };
+        let before = self.findings.len();
+        upper.connection(&message, &mut self.findings);
+        self.count(before);
+    }
+
+    /// Counts findings from the `before`th on for their conversations.
+    fn count(&mut self, before: usize) {
+        for finding in &self.findings[before..] {
+            let index = finding.conversation.map(|index| self.conversation_of(index));
+            if let Some(conversation) = index.and_then(|index| self.conversations.get_mut(index)) {
+                conversation.count(std::slice::from_ref(finding));
+            }
+        }
     }
 
     /// Notes a packet with a wrong ICRC, which a receiver drops; some peers take it. Returns the conversation that it seems to
@@ -188,8 +230,27 @@ impl Judge {
     pub fn conversations(&self) -> Vec<Summary> {
         let all = self.conversations.iter().enumerate();
         all.filter(|(_, c)| c.merged.is_none() && c.packets != [0; 2])
-            .map(|(index, c)| summary(index, c))
+            .map(|(index, c)| self.summary(index, c))
             .collect()
+    }
+
+    fn summary(&self, index: usize, c: &Conversation) -> Summary {
+        let above = self.upper.iter().flat_map(|upper| upper.not_checked(index));
+        Summary {
+            index,
+            service: service_name(c.service),
+            name: c.name.clone(),
+            ends: c.ends,
+            origin: c.origin,
+            mtu: c.mtu.bytes(),
+            packets: c.packets,
+            repeated: [c.directions[0].repeated, c.directions[1].repeated],
+            time_ns: [c.first_ns, c.last_ns],
+            errors: c.errors,
+            warnings: c.warnings,
+            not_checked: c.unknown().into_iter().map(|(text, _)| text).chain(above).collect(),
+            verdict: c.verdict(),
+        }
     }
 
     /// Returns the conversation that a finding or an event with this index belongs to: two may turn out to be one.
@@ -400,6 +461,9 @@ impl Judge {
             joined.mtu = mtu;
         }
         joined.ends[0].qpn = qpn;
+        if let Some(upper) = &mut self.upper {
+            upper.merged(other, index);
+        }
         let key = (ends[0].addr, ends[1].addr, qpn?);
         self.halves.insert(key, (index, 1));
         self.drop_unpaired((ends[0].addr, ends[1].addr), other);
@@ -519,23 +583,5 @@ const fn service_name(service: Service) -> &'static str {
         Service::Uc => "UC",
         Service::Ud => "UD",
         Service::Xrc => "XRC",
-    }
-}
-
-fn summary(index: usize, c: &Conversation) -> Summary {
-    Summary {
-        index,
-        service: service_name(c.service),
-        name: c.name.clone(),
-        ends: c.ends,
-        origin: c.origin,
-        mtu: c.mtu.bytes(),
-        packets: c.packets,
-        repeated: [c.directions[0].repeated, c.directions[1].repeated],
-        time_ns: [c.first_ns, c.last_ns],
-        errors: c.errors,
-        warnings: c.warnings,
-        not_checked: c.unknown().into_iter().map(|(text, _)| text).collect(),
-        verdict: c.verdict(),
     }
 }

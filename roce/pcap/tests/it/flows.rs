@@ -272,6 +272,7 @@ fn flows_beyond_the_bound_are_left_out() {
             time_ns: 1,
             conversation,
             sender: 0,
+            generation: 0,
             src: A.parse().unwrap(),
             src_port: 1,
             congestion: false,

@@ -3,7 +3,7 @@
 use std::fs;
 
 use roce_bth::{Opcode, Qpn};
-use roce_pcap::{Capture, PcapNgWriter, Report, Rule, Selection, Survey, check_reader};
+use roce_pcap::{Capture, PcapNgWriter, Report, Rule, Selection, Setup, Survey, check_reader};
 
 use crate::common::{self, capture_of, ethernet, ip_datagram, packet, v4};
 
@@ -12,7 +12,7 @@ fn fixture(name: &str) -> Vec<u8> {
 }
 
 fn survey(file: &[u8]) -> Survey {
-    Survey::new("file", &[], &mut Capture::new(file).unwrap())
+    Survey::new("file", &Setup::default(), &mut Capture::new(file).unwrap())
 }
 
 fn annotated(file: &[u8]) -> Vec<u8> {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use roce_bth::Packet;
-use roce_pcap::{Capture, Survey};
+use roce_pcap::{Capture, Setup, Survey};
 use roce_replay::{Connection, Settings, play, read};
 
 /// Captures with every operation, losses, refusals and RNR NAKs.
@@ -21,7 +21,7 @@ fn connection(file: &str) -> Connection {
         .join("../../pcap-fixtures")
         .join(file);
     let open = || Capture::open(&path).expect(file);
-    let survey = Survey::new(file, &[], &mut open());
+    let survey = Survey::new(file, &Setup::default(), &mut open());
     read(&survey, &mut open()).remove(0)
 }
 

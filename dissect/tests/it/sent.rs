@@ -1,0 +1,148 @@
+//! Captures whose packets are changed and written again.
+
+use std::net::{IpAddr, SocketAddr};
+
+use roce_bth::Opcode;
+use roce_icrc::Flow;
+use roce_pcap::{Capture, Finding, Writer, decode};
+
+use crate::common::fixtures;
+
+/// Bytes before the message of a MAD: BTH, DETH, MAD header.
+const CM_AT: usize = 12 + 8 + 24;
+
+/// Packet of a capture.
+#[derive(Clone)]
+pub(crate) struct Sent {
+    pub(crate) time_ns: u64,
+    pub(crate) src: SocketAddr,
+    dst: SocketAddr,
+    id: u16,
+    /// BTH to ICRC.
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Sent {
+    pub(crate) fn opcode(&self) -> Opcode {
+        Opcode::from_byte(self.bytes[0]).unwrap()
+    }
+
+    pub(crate) fn psn(&self) -> u32 {
+        u32::from_be_bytes([0, self.bytes[9], self.bytes[10], self.bytes[11]])
+    }
+
+    pub(crate) fn set_psn(&mut self, psn: u32) {
+        self.bytes[9..12].copy_from_slice(&psn.to_be_bytes()[1..]);
+    }
+
+    /// Last byte of the sender's address.
+    pub(crate) fn host(&self) -> u8 {
+        last_byte(self.src.ip())
+    }
+
+    pub(crate) fn payload(&mut self) -> &mut [u8] {
+        let (at, pad) = (self.opcode().info().header_len, usize::from(self.bytes[1] >> 4 & 3));
+        let end = self.bytes.len() - 4 - pad;
+        &mut self.bytes[at..end]
+    }
+
+    /// Changes the payload's length.
+    pub(crate) fn set_payload(&mut self, len: usize) {
+        let at = self.opcode().info().header_len;
+        let pad = len.wrapping_neg() & 3;
+        self.bytes[1] = self.bytes[1] & 0xcf | (pad as u8) << 4;
+        self.bytes.resize(at + len, 0);
+        self.bytes.resize(at + len + pad + 4, 0);
+    }
+}
+
+pub(crate) fn last_byte(ip: IpAddr) -> u8 {
+    match ip {
+        IpAddr::V4(ip) => ip.octets()[3],
+        IpAddr::V6(ip) => ip.octets()[15],
+    }
+}
+
+/// Reads the packets of a capture, in which all frames are RoCE.
+pub(crate) fn load(name: &str) -> Vec<Sent> {
+    let mut capture = Capture::open(fixtures().join(format!("{name}.pcap"))).unwrap();
+    let mut packets = vec![];
+    while let Some(frame) = capture.next_frame() {
+        let frame = frame.unwrap();
+        let datagram = decode(frame.link, frame.data).unwrap();
+        packets.push(Sent {
+            time_ns: frame.time_ns,
+            src: datagram.src,
+            dst: datagram.dst,
+            id: datagram.identification(),
+            bytes: datagram.payload.to_vec(),
+        });
+    }
+    packets
+}
+
+/// Returns a capture of the packets, with right ICRCs.
+pub(crate) fn written(packets: &[Sent]) -> Vec<u8> {
+    let mut writer = Writer::new(Vec::new()).unwrap();
+    for packet in packets {
+        let Sent {
+            time_ns, src, dst, id, ..
+        } = *packet;
+        let mut bytes = packet.bytes.clone();
+        Flow::try_from((src, dst)).unwrap().seal(id, &mut bytes);
+        writer.write(time_ns, src, dst, &bytes, id).unwrap();
+    }
+    writer.finish().unwrap()
+}
+
+/// Returns the findings about RDS and LNet in a capture of the packets.
+pub(crate) fn judge(packets: &[Sent]) -> Vec<Finding> {
+    let report = ferroce_dissect::check_reader("test", &written(packets)[..], |_| {}).unwrap();
+    of_upper(report.findings)
+}
+
+/// Keeps the findings about RDS and LNet.
+pub(crate) fn of_upper(mut findings: Vec<Finding>) -> Vec<Finding> {
+    findings.retain(|f| f.rule.id().starts_with("rds-") || f.rule.id().starts_with("lnet-"));
+    findings
+}
+
+/// Changes the payload of a frame, and of its repetitions.
+pub(crate) fn payload(packets: &mut [Sent], frame: usize, change: impl Fn(&mut [u8])) {
+    let (src, psn, opcode) = {
+        let packet = &packets[frame - 1];
+        (packet.src, packet.psn(), packet.opcode())
+    };
+    let same = |p: &&mut Sent| (p.src.ip(), p.psn(), p.opcode()) == (src.ip(), psn, opcode);
+    packets.iter_mut().filter(same).for_each(|p| change(p.payload()));
+}
+
+/// Changes the RDS header at the beginning of a frame, and gives it its checksum.
+pub(crate) fn header(packets: &mut [Sent], frame: usize, change: impl Fn(&mut [u8])) {
+    payload(packets, frame, |bytes| {
+        change(bytes);
+        seal(bytes);
+    });
+}
+
+/// Writes the checksum of an RDS header.
+pub(crate) fn seal(header: &mut [u8]) {
+    header[30..32].fill(0);
+    let words = header[..48].chunks(2);
+    let mut sum: u32 = words.map(|w| u32::from(u16::from_be_bytes([w[0], w[1]]))).sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    header[30..32].copy_from_slice(&(!(sum as u16)).to_be_bytes());
+}
+
+/// Changes the private data of a REQ (behind RDMA_CM's header), REP or REJ.
+pub(crate) fn private(packets: &mut [Sent], frame: usize, change: impl Fn(&mut [u8])) {
+    let at = match packets[frame - 1].bytes[CM_AT - 8 + 1] {
+        0x10 => 140 + 36,
+        0x13 => 36,
+        0x12 => 84,
+        other => panic!("attribute {other:#x} of frame {frame}"),
+    };
+    change(&mut packets[frame - 1].bytes[CM_AT + at..]);
+}
