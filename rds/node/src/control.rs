@@ -18,9 +18,9 @@ use rustix::{
 use crate::{
     errno,
     info::{self, SocketInfo, Source},
+    opening::{self, Opened},
     program::Program,
     server::{Client, Entry, Pending, Server, Waiting},
-    service::{self, Opened},
 };
 
 /// Requests of a client in one turn.
@@ -243,7 +243,7 @@ impl Server {
         match self.opening.get_mut(&addr.ip()) {
             Some(others) => others.push(waiting),
             None => {
-                service::open(turn, &self.config, addr.ip(), self.devices.contains(&addr.ip()));
+                opening::open(turn, &self.config, addr.ip(), self.devices.contains(&addr.ip()));
                 self.opening.insert(addr.ip(), vec![waiting]);
             }
         }

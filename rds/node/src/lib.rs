@@ -15,6 +15,7 @@ mod config;
 mod control;
 mod errno;
 mod info;
+mod opening;
 mod program;
 mod quota;
 mod run;

@@ -24,8 +24,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{
     config::Config,
+    opening::{Command, Opened},
     server::Server,
-    service::{Command, Opened},
 };
 
 /// Held by the process as long as it lives.

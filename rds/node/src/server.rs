@@ -18,9 +18,9 @@ use slab::Slab;
 use crate::{
     address::Address,
     config::Config,
+    opening::Opened,
     program::{Counts, MAX_PACKET, Next, Program},
     quota::Quotas,
-    service::Opened,
 };
 
 /// Token of the listener. An entry's is its index and 1.

@@ -1,59 +1,21 @@
 //! The process as a service of a loop.
 
-use std::{collections::BTreeMap, io, net::IpAddr, thread};
-
-use rds::{PairKey, PairState};
 use roce::{
-    Completion, NewDevice,
-    reactor::{JobResult, JobTicket, Readiness, Service, Token, TurnCx},
+    Completion,
+    reactor::{JobResult, Readiness, Service, Token, TurnCx},
 };
 use roce_verbs::{
     Instant,
-    provider::{Event, QpId, VerbsError},
+    provider::{Event, QpId},
 };
 use rustix::io::Errno;
 
 use crate::{
     address::Address,
-    config::Config,
     errno,
+    opening::{Command, Opened},
     server::{Server, with_cx},
-    state::StateFile,
 };
-
-/// Command of another thread.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Command {
-    /// End the connections, then the loop.
-    Stop,
-}
-
-/// Address that a thread has opened.
-#[derive(Debug)]
-pub(crate) struct Opened {
-    addr: IpAddr,
-    /// `None`: it was open.
-    device: Option<Result<Box<NewDevice>, VerbsError>>,
-    state: io::Result<(StateFile, BTreeMap<PairKey, PairState>)>,
-}
-
-/// Opens an address in another thread: it waits for the broker and for files.
-pub(crate) fn open(turn: &TurnCx<'_, Opened>, config: &Config, addr: IpAddr, has_device: bool) {
-    let (opener, dir) = (turn.device.opener(), config.dir.clone());
-    let job = turn.jobs.begin(JobTicket(0));
-    let work = move || {
-        let device = (!has_device).then(|| {
-            let opened = opener.open(addr)?.pop();
-            opened.map(Box::new).ok_or(VerbsError::Closed)
-        });
-        let state = StateFile::open(&dir, addr);
-        job.finish(Opened { addr, device, state });
-    };
-    if let Err(e) = thread::Builder::new().name("rds-open".into()).spawn(work) {
-        // The job is over: that is reported.
-        tracing::warn!("no thread to open {addr}: {e}");
-    }
-}
 
 impl Server {
     /// Listens at an address whose device is open. Returns why not.

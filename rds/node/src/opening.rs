@@ -1,0 +1,46 @@
+//! Addresses that other threads open, and commands of other threads.
+
+use std::{collections::BTreeMap, io, net::IpAddr, thread};
+
+use rds::{PairKey, PairState};
+use roce::{
+    NewDevice,
+    reactor::{JobTicket, TurnCx},
+};
+use roce_verbs::provider::VerbsError;
+
+use crate::{config::Config, state::StateFile};
+
+/// Command of another thread.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Command {
+    /// End the connections, then the loop.
+    Stop,
+}
+
+/// Address that a thread has opened.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub(crate) addr: IpAddr,
+    /// `None`: it was open.
+    pub(crate) device: Option<Result<Box<NewDevice>, VerbsError>>,
+    pub(crate) state: io::Result<(StateFile, BTreeMap<PairKey, PairState>)>,
+}
+
+/// Opens an address in another thread: it waits for the broker and for files.
+pub(crate) fn open(turn: &TurnCx<'_, Opened>, config: &Config, addr: IpAddr, has_device: bool) {
+    let (opener, dir) = (turn.device.opener(), config.dir.clone());
+    let job = turn.jobs.begin(JobTicket(0));
+    let work = move || {
+        let device = (!has_device).then(|| {
+            let opened = opener.open(addr)?.pop();
+            opened.map(Box::new).ok_or(VerbsError::Closed)
+        });
+        let state = StateFile::open(&dir, addr);
+        job.finish(Opened { addr, device, state });
+    };
+    if let Err(e) = thread::Builder::new().name("rds-open".into()).spawn(work) {
+        // The job is over: that is reported.
+        tracing::warn!("no thread to open {addr}: {e}");
+    }
+}
