@@ -49,6 +49,8 @@ pub enum SocketFlags {
     CongMonitor = 2,
     /// `SO_TIMESTAMP`. The program's: a message always has its time.
     Timestamp = 4,
+    /// A message was sent: the type of service can't be set any more. The program's.
+    Sent = 8,
 }
 
 /// State of a socket, mapped.

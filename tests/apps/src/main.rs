@@ -17,6 +17,7 @@ mod memcheck;
 mod migration;
 mod process;
 mod python;
+mod rds;
 mod report;
 mod rsocket;
 mod run;

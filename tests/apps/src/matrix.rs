@@ -32,6 +32,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(crate::storage::all());
     out.extend(crate::dapl::all());
     out.extend(crate::rsocket::all());
+    out.extend(crate::rds::all());
     out.extend(crate::scripts::all());
     out.extend(crate::engines::all(&out));
     out.extend(crate::directory::all(&out));

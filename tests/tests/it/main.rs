@@ -21,6 +21,7 @@ mod pcap_copies;
 mod pcap_flows;
 mod pcap_plot;
 mod pcap_show;
+mod rds;
 mod restarts;
 mod ring;
 mod units;

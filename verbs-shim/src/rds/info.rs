@@ -30,7 +30,8 @@ pub(crate) unsafe fn get(number: c_int, value: *mut c_void, len: *mut socklen_t)
     // SAFETY: the caller's promise.
     unsafe {
         if bytes.len() <= room {
-            user::write(value, &bytes)?;
+            // What the kernel says of memory that it can't access here.
+            user::write(value, &bytes).map_err(|_| Errno::AGAIN)?;
         }
         user::write_value(len.cast(), whole)?;
     }

@@ -1,7 +1,7 @@
 //! `ioctl`.
 
 use libc::{c_int, c_ulong, c_void};
-use rds_local::{Request, SocketKey};
+use rds_local::{Request, SocketFlags, SocketKey};
 
 use super::{control, socket, user};
 use crate::ret::{Errno, Result};
@@ -26,6 +26,9 @@ pub(crate) unsafe fn ioctl(key: SocketKey, fd: c_int, request: c_ulong, arg: *mu
             let tos = user::read::<u8>(arg)?;
             if socket.page.bound().is_none() {
                 return Err(Errno(libc::ENOTTY));
+            }
+            if socket.page.flag(SocketFlags::Sent) {
+                return Err(Errno::INVAL);
             }
             control::ask(&Request::SetTos(key, tos), &[]).map(|_| Some(0))
         }

@@ -16,6 +16,7 @@ const ATOMIC_FADD: c_int = 6;
 const ATOMIC_CSWP: c_int = 7;
 const MASKED_ATOMIC_FADD: c_int = 8;
 const MASKED_ATOMIC_CSWP: c_int = 9;
+const ZCOPY_COOKIE: c_int = 12;
 
 /// `struct rds_rdma_args`.
 #[derive(FromBytes, IntoBytes, Immutable)]
@@ -134,6 +135,26 @@ fn kind(number: c_int) -> Result<Kind> {
         MASKED_ATOMIC_CSWP => Kind::Atomic(AtomicKind::MaskedCompareSwap),
         _ => return Err(Errno::INVAL),
     })
+}
+
+/// Refuses what the node does not do: it registers no memory of programs. So no cookie is one of the socket's.
+pub(crate) fn check(op: &Op) -> Result<()> {
+    match op {
+        Op::None => Ok(()),
+        Op::Dest(_) => Err(Errno::INVAL.because("no memory of the socket has this cookie")),
+        Op::Rdma(_) | Op::Atomic(_) => Err(Errno::NOTSUP.because("the RDS node does no RDMA for programs")),
+    }
+}
+
+/// Error of `MSG_ZEROCOPY`: without a cookie it makes no sense, and RDS over RoCE does not have it.
+pub(crate) fn zero_copy(all: &[Sent<'_>]) -> Errno {
+    match all
+        .iter()
+        .any(|sent| (sent.level, sent.kind) == (SOL_RDS, ZCOPY_COOKIE))
+    {
+        true => Errno::NOTSUP,
+        false => Errno::INVAL,
+    }
 }
 
 /// Operation that was asked for. Memory of a `Map` is not registered yet.

@@ -33,8 +33,6 @@ const INT: usize = size_of::<c_int>();
 /// Least values of SO_SNDBUF and SO_RCVBUF as they are told, twice the effective ones (`SOCK_MIN_SNDBUF`, `SOCK_MIN_RCVBUF`).
 const MIN_SEND: usize = 4608;
 const MIN_RECV: usize = 2304;
-/// Room of the descriptor's own send buffer for what goes with the data: the longest operation.
-const ROOM: usize = 32 << 10;
 
 /// Reads an option's `int`.
 fn int(value: *const c_void, len: socklen_t) -> Result<c_int> {
@@ -107,12 +105,9 @@ fn set_buffer(socket: &Socket, fd: c_int, option: c_int, value: c_int) -> Result
     let value = usize::try_from(value)
         .unwrap_or(if is_forced { 0 } else { usize::MAX })
         .min(most);
-    let (whole, effective) = match is_send {
-        true => (value * 2, (value * 2).max(MIN_SEND) / 2),
-        false => (value * 2, (value * 2).max(MIN_RECV) / 2),
-    };
-    // The descriptor's own, so that a message fits. This also refuses who may not force it.
-    let own = c_int::try_from(if is_send { effective + ROOM } else { whole / 2 }).unwrap_or(c_int::MAX / 2);
+    let effective = (value * 2).max(if is_send { MIN_SEND } else { MIN_RECV }) / 2;
+    // The descriptor's own, which the kernel doubles. This also refuses who may not force it.
+    let own = c_int::try_from(effective).unwrap_or(c_int::MAX / 2);
     // SAFETY: a local of this length.
     if unsafe { real::setsockopt(fd, libc::SOL_SOCKET, option, (&raw const own).cast(), INT as u32) } < 0 {
         return Err(Errno::last());

@@ -5,7 +5,7 @@
 use std::{mem::MaybeUninit, net::SocketAddr, ptr};
 
 use libc::{c_int, c_void, iovec, msghdr, ssize_t};
-use rds_local::{Answer, MAX_MESSAGE, Op, Request, SendHeader, SocketKey};
+use rds_local::{Answer, MAX_MESSAGE, Op, Request, SendHeader, SocketFlags, SocketKey};
 use zerocopy::IntoBytes as _;
 
 use super::{
@@ -85,7 +85,7 @@ pub(crate) fn is_nonblocking(fd: c_int, flags: c_int) -> bool {
 }
 
 /// Refuses what the socket can't send.
-fn check(socket: &Socket, to: Option<SocketAddr>, len: usize, flags: c_int) -> Result<SocketAddr> {
+fn check(socket: &Socket, to: Option<SocketAddr>, len: usize) -> Result<SocketAddr> {
     let page = &socket.page;
     let not_connected = || Errno(libc::ENOTCONN);
     let bound = page.bound().ok_or_else(not_connected)?;
@@ -102,9 +102,6 @@ fn check(socket: &Socket, to: Option<SocketAddr>, len: usize, flags: c_int) -> R
     }
     if len > MAX_MESSAGE || len > page.buffers().0 {
         return Err(Errno(libc::EMSGSIZE));
-    }
-    if flags & libc::MSG_ZEROCOPY != 0 {
-        return Err(Errno::NOTSUP);
     }
     Ok(target)
 }
@@ -142,8 +139,11 @@ impl Packet {
         // SAFETY: the caller's promise.
         let (to, parts, control) = unsafe { (destination(message)?, parts_of(message)?, control_of(message)?) };
         let len = parts.iter().fold(0usize, |sum, part| sum.saturating_add(part.iov_len));
-        let target = check(&socket, to, len, flags)?;
+        let target = check(&socket, to, len)?;
         let sent = cmsg::read(control).ok_or(Errno::INVAL)?;
+        if flags & libc::MSG_ZEROCOPY != 0 {
+            return Err(operation::zero_copy(&sent));
+        }
         let wanted = operation::read(&sent)?;
         if socket.page.some_port_is_congested()
             && let Some(waits) = wait_for_port(&socket, target, fd, flags)?
@@ -151,11 +151,11 @@ impl Packet {
             return Ok(Step::Wait(waits));
         }
         let op = match wanted {
-            Wanted::Op(op) => op,
+            Wanted::Op(op) => operation::check(&op).map(|()| op)?,
             Wanted::Map(args) => Op::Dest(operation::map(&socket, &args)?),
         };
-        if matches!(op, Op::Rdma(_) | Op::Atomic(_)) {
-            node::allow_access();
+        if !socket.page.flag(SocketFlags::Sent) {
+            socket.page.set_flag(SocketFlags::Sent, true);
         }
         let mut block = op.to_bytes();
         let header = SendHeader::new(to, &op, block.len(), len);
@@ -246,8 +246,13 @@ pub(crate) unsafe fn message(key: SocketKey, fd: c_int, message: &msghdr, flags:
     // SAFETY: zeroes are a message without name, parts and control messages.
     let mut wire: msghdr = unsafe { std::mem::zeroed() };
     (wire.msg_iov, wire.msg_iovlen) = (packet.parts.as_mut_ptr().cast(), packet.count);
+    let passed = flags & libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     // SAFETY: the packet's parts are ours and the program's.
-    let sent = unsafe { real::sendmsg(fd, &raw const wire, flags & libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
+    let mut sent = unsafe { real::sendmsg(fd, &raw const wire, passed) };
+    if sent < 0 && Errno::last() == Errno(libc::EMSGSIZE) && grow(fd, &packet) {
+        // SAFETY: likewise.
+        sent = unsafe { real::sendmsg(fd, &raw const wire, passed) };
+    }
     let failed = (sent < 0).then(Errno::last);
     let done = ret::run(|| {
         packet.free();
@@ -265,6 +270,14 @@ pub(crate) unsafe fn message(key: SocketKey, fd: c_int, message: &msghdr, flags:
             -1
         }
     }
+}
+
+/// Makes the descriptor's own send buffer as long as a packet needs: the operation comes beside the data.
+fn grow(fd: c_int, packet: &Packet) -> bool {
+    let len = c_int::try_from(packet.data_len + packet.block.len()).unwrap_or(c_int::MAX / 2);
+    let value = (&raw const len).cast();
+    // SAFETY: a local of this length.
+    unsafe { real::setsockopt(fd, libc::SOL_SOCKET, libc::SO_SNDBUF, value, size_of_val(&len) as u32) == 0 }
 }
 
 /// Ends the wait for a port.

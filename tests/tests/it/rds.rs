@@ -1,0 +1,125 @@
+//! RDS sockets of unmodified programs under `ferroce run`, compared with what they are on the kernel's module.
+
+use std::{
+    fs,
+    net::Ipv4Addr,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use ferroce_tests::{
+    fresh_address,
+    process::{Finished, run},
+    root,
+};
+
+/// The facts on `rds_rdma` and rdma_rxe, which `cargo xtask interop --only rds-conformance` records of 6.1 and 6.12.
+const KERNEL: &str = include_str!("../../interop/expect/rds-rxe.txt");
+/// Facts that are otherwise here: fact, what it is here, and why.
+const DIFFERENCES: &str = include_str!("../../../specs/rds-differences.tsv");
+
+/// Compiles `tests/interop/lab/rds-conformance.c`.
+fn conformance(dir: &Path) -> PathBuf {
+    let program = dir.join("rds-conformance");
+    let source = root().join("tests/interop/lab/rds-conformance.c");
+    let compiled = Command::new("cc")
+        .args(["-Wall", "-O2", "-o"])
+        .args([&program, &source])
+        .status();
+    assert!(compiled.is_ok_and(|status| status.success()), "a C compiler");
+    program
+}
+
+/// Runs a program under `ferroce run`.
+fn under_run(own: Ipv4Addr, program: &Path, args: &[&str]) -> Finished {
+    let (own, program) = (own.to_string(), program.display().to_string());
+    run(&[&["run", "--addr", &own, "--", &program], args].concat())
+}
+
+/// A fact and its result.
+fn fact(line: &str) -> (&str, &str) {
+    line.split_once(": ").unwrap_or((line, ""))
+}
+
+/// Facts of a program that are otherwise than the kernel's and not so as the list says, and listed ones that are not otherwise.
+fn unexpected(said: &str, kernel: &str, differences: &str) -> Vec<String> {
+    let known: Vec<[&str; 3]> = differences
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .map(|line| {
+            let columns: Vec<&str> = line.split('\t').collect();
+            <[&str; 3]>::try_from(columns).unwrap_or_else(|_| panic!("not three columns: {line}"))
+        })
+        .collect();
+    // `*` at the end stands for all facts whose names begin so, which are not compared.
+    let prefixes: Vec<&str> = known
+        .iter()
+        .filter_map(|difference| difference[0].strip_suffix('*'))
+        .collect();
+    let is_compared = |line: &&str| !prefixes.iter().any(|prefix| fact(line).0.starts_with(prefix));
+    let mut out = Vec::new();
+    let mut rest: Vec<&str> = said.lines().filter(is_compared).collect();
+    for line in kernel.lines().filter(is_compared) {
+        let (name, result) = fact(line);
+        let here = rest
+            .iter()
+            .position(|line| fact(line).0 == name)
+            .map(|at| fact(rest.remove(at)).1);
+        let listed = known
+            .iter()
+            .find(|difference| difference[0] == name)
+            .map(|difference| difference[1]);
+        // Facts with one name, such as those about counters, are compared in their order.
+        let wanted = listed.unwrap_or(result);
+        if here != Some(wanted) {
+            out.push(format!("{name}: {}, not {wanted}", here.unwrap_or("nothing")));
+        }
+        if listed == Some(result) {
+            out.push(format!("{name}: listed, and not otherwise"));
+        }
+    }
+    out.extend(
+        rest.into_iter()
+            .map(|line| format!("{line}: not a fact of the kernel's")),
+    );
+    out.extend(
+        known
+            .iter()
+            .filter(|difference| !difference[0].ends_with('*'))
+            .filter(|difference| !kernel.lines().any(|line| fact(line).0 == difference[0]))
+            .map(|difference| format!("{}: no such fact", difference[0])),
+    );
+    out
+}
+
+#[test]
+fn sockets_do_what_the_kernel_s_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let program = conformance(dir.path());
+    let (own, absent) = (fresh_address(), fresh_address());
+    let said = under_run(own, &program, &[&own.to_string(), &absent.to_string()]);
+    fs::write(dir.path().join("said"), &said.stdout).unwrap();
+    let wrong = unexpected(&said.stdout, KERNEL, DIFFERENCES);
+    assert!(wrong.is_empty(), "{}\n{}", wrong.join("\n"), said.stderr);
+    assert_eq!((said.code, said.stderr.as_str()), (Some(0), ""));
+}
+
+#[test]
+fn differences_are_noticed_new_gone_and_unknown() {
+    let kernel = "a x: 1\na y: 2\n";
+    assert!(unexpected(kernel, kernel, "# comment").is_empty());
+    assert_eq!(unexpected("a x: 1\na y: 3\n", kernel, "a y\t3\twhy"), [""; 0]);
+    assert_eq!(unexpected("a x: 1\na y: 3\n", kernel, ""), ["a y: 3, not 2"]);
+    assert_eq!(unexpected("a x: 1\n", kernel, ""), ["a y: nothing, not 2"]);
+    assert_eq!(unexpected(kernel, kernel, "a y\t3\twhy"), ["a y: 2, not 3"]);
+    assert_eq!(
+        unexpected(kernel, kernel, "a y\t2\twhy"),
+        ["a y: listed, and not otherwise"]
+    );
+    assert!(unexpected("b x: 1\na x: 1\n", "b y: 2\na x: 1\n", "b*\t-\twhy").is_empty());
+    assert_eq!(unexpected(kernel, kernel, "b z\t2\twhy"), ["b z: no such fact"]);
+    assert_eq!(
+        unexpected("a x: 1\na y: 2\na z: 1\n", kernel, ""),
+        ["a z: 1: not a fact of the kernel's"]
+    );
+}
