@@ -206,7 +206,7 @@ impl Requester {
 
     /// Returns the lost packet to retransmit next. `None` if no packet is lost, or while nothing may be sent.
     pub(super) fn next_resend(&self, qp: &QpContext) -> Option<Seq> {
-        if !self.scoreboard.has_lost() || !qp.is_sending() || self.phase.rnr_until().is_some() {
+        if !qp.is_sending() || self.phase.rnr_until().is_some() {
             return None;
         }
         self.scoreboard.next_resend(self.una, |seq| !self.has_failed(seq))

@@ -224,11 +224,6 @@ impl Scoreboard {
         seq
     }
 
-    /// Returns whether a packet is lost.
-    pub(super) fn has_lost(&self) -> bool {
-        self.lost > 0
-    }
-
     /// Returns the oldest lost packet from `from` on.
     pub(super) fn next_lost(&self, from: Seq) -> Option<Seq> {
         let first = self.first_lost?;

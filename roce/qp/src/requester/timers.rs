@@ -135,8 +135,7 @@ impl Rtt {
 
     /// Returns whether everything in flight is lost after this probe timeout and `before` others without progress.
     pub(super) fn is_timeout(&self, before: u32) -> bool {
-        let usual = self.smoothed.unwrap_or_default() + self.variation * 4;
-        before > 0 && self.probe_timeout() * 2 >= usual.max(MIN_RTO)
+        before > 0 && self.probe_timeout() * 2 >= MIN_RTO
     }
 }
 
@@ -248,5 +247,54 @@ mod tests {
             rtt.sample(Duration::from_millis(20 + 40 * (n & 1)));
         }
         assert!(until_timeout(&rtt) > Duration::from_millis(200));
+    }
+
+    #[test]
+    fn answers_without_a_silence_before_them_spoil_no_measurement() {
+        let mut rtt = Rtt::default();
+        rtt.sample(Duration::from_millis(30));
+        (0..2 * SPOILT).for_each(|_| rtt.on_progress());
+        let mut rtt = silent(rtt, 1);
+        assert_eq!(rtt.probe_timeout(), Duration::from_millis(180));
+        rtt.on_progress();
+        assert_eq!(rtt.probe_timeout(), Duration::from_millis(90));
+    }
+
+    #[test]
+    fn waits_follow_from_the_measured_round_trips() {
+        let mut rtt = Rtt::default();
+        assert_eq!((rtt.smoothed(), rtt.settle()), (Duration::ZERO, MIN_TIMEOUT));
+        for ms in [8, 16, 8] {
+            rtt.sample(Duration::from_millis(ms));
+        }
+        // RFC 6298 with 1/8 and 1/4: 8, 9, 8.875 ms; variation 4, 5, 4 ms.
+        assert_eq!(rtt.smoothed(), Duration::from_micros(8875));
+        assert_eq!(rtt.variation, Duration::from_millis(4));
+        assert_eq!(rtt.settle(), Duration::from_micros(17_750));
+        assert_eq!(rtt.least(), Duration::from_millis(8));
+        assert_eq!(rtt.probe_timeout(), Duration::from_micros(24_875));
+        // A silence as long as a probe after the first one reaches the shortest timeout.
+        assert!(!rtt.is_timeout(0) && rtt.is_timeout(1));
+        rtt.doublings = 0;
+        rtt.variation = Duration::from_micros(100);
+        rtt.smoothed = Some(Duration::from_millis(6));
+        // 2 * 12 ms are less than what a peer may need that is not scheduled.
+        assert!(!rtt.is_timeout(1) && silent(rtt, 1).is_timeout(1));
+    }
+
+    #[test]
+    fn a_retry_takes_the_timeout_of_the_attribute_or_more() {
+        assert_eq!(attribute(0), None);
+        for (code, us) in [
+            (1, 4000),
+            (8, 4194),
+            (12, 67_108),
+            (14, 250_000),
+            (15, 250_000),
+            (16, 268_435),
+            (20, 4_294_967),
+        ] {
+            assert_eq!(attribute(code).map(|t| t.as_micros()), Some(us), "{code}");
+        }
     }
 }

@@ -386,3 +386,124 @@ fn reordering_that_is_seen_makes_it_wait_longer() {
     reported(&mut r, 9, 100, 9, &(10..=19).collect::<Vec<_>>());
     assert_eq!(r.mark(at(9)), Mark::Lost);
 }
+
+#[test]
+fn what_the_peer_expects_is_sent_again_first() {
+    let mut r = Scoreboard::default();
+    // Responses to 0 to 4 are waited for, two are lost, and so is 5, which the peer expects.
+    (0..2).for_each(|n| r.lose(at(0), at(n)));
+    report(5, &[6, 7, 8], |report| {
+        r.on_report((at(0), at(10)), report, |seq| seq < at(5), false);
+    });
+    assert_eq!(r.next_resend(at(0), |_| true), Some(at(5)));
+    assert_eq!(r.next_resend(at(0), |seq| seq != at(5)), Some(at(0)));
+    r.on_resent(at(1), at(10), true);
+    assert_eq!([0, 1, 5].map(|n| r.is_wanted(at(n))), [false, false, true]);
+    r.on_resent(at(5), at(10), false);
+    assert!(!r.is_wanted(at(5)));
+    assert_eq!(r.next_resend(at(0), |_| true), Some(at(0)));
+}
+
+#[test]
+fn nothing_is_known_any_more_when_all_that_was_lost_has_arrived() {
+    for acked in [false, true] {
+        let mut r = Scoreboard::default();
+        (0..4).for_each(|n| r.lose(at(0), at(n)));
+        (0..2).for_each(|n| r.on_resent(at(n), at(4), false));
+        if !acked {
+            reported(&mut r, 0, 4, 4, &[]);
+        }
+        assert!(r.is_active());
+        r.on_acked(at(4));
+        assert!(!r.is_active());
+        assert_eq!((r.lost, r.resent, r.next_lost(at(4))), (0, 0, None));
+    }
+    // What the owner has still to do stays.
+    let mut r = Scoreboard::default();
+    r.lose(at(0), at(0));
+    report(1, &[], |report| r.on_report((at(0), at(4)), report, |_| false, false));
+    r.on_acked(at(1));
+    assert!(!r.is_active() && r.is_wanted(at(1)));
+    assert_eq!(r.take_changes().len(), 2);
+}
+
+#[test]
+fn only_what_is_named_is_lost_or_resumed() {
+    let mut r = Scoreboard::default();
+    r.lose_all(at(5), at(5));
+    assert_eq!((r.next_lost(at(5)), r.is_active()), (None, false));
+    r.lose_all(at(0), at(10));
+    r.resume(at(3), at(7));
+    let lost: Vec<u64> = (0..12).filter(|n| r.mark(at(*n)) == Mark::Lost).collect();
+    assert_eq!(lost, [0, 1, 2, 7, 8, 9]);
+    assert_eq!(r.next_lost(at(3)), Some(at(7)));
+}
+
+#[test]
+fn a_report_without_news_changes_nothing() {
+    // Oldest outstanding PSN, next one, and the expected one.
+    for (una, next, expected, known) in [
+        (5, 5, 5, false),
+        (5, 5, 6, false),
+        (5, 10, 5, false),
+        (5, 10, 4, false),
+        (5, 10, 6, true),
+    ] {
+        let mut r = Scoreboard::default();
+        let payload = at(expected).psn().value().to_be_bytes();
+        let report = Report::parse(at(una), &payload).expect("a report without a bitmap");
+        r.on_report((at(una), at(next)), &report, |_| false, false);
+        assert_eq!(r.is_active(), known, "{una} {next} {expected}");
+    }
+}
+
+#[test]
+fn a_response_tells_of_what_was_sent_three_packets_before() {
+    // 0 has no response.
+    let mut r = Scoreboard::default();
+    r.on_response(at(0), at(5), |seq| seq > at(0));
+    let marks = [0, 1, 2, 3, 4, 5].map(|n| r.mark(at(n)));
+    use Mark::{Answered, Arrived, InFlight, Lost};
+    assert_eq!(marks, [Arrived, Lost, Lost, InFlight, InFlight, Answered]);
+    // That the requests have arrived shows no reordering of responses.
+    report(6, &[], |report| {
+        r.on_report((at(0), at(10)), report, |seq| seq > at(0), false)
+    });
+    assert_eq!((r.mark(at(1)), r.tolerance), (Lost, TOLERANCE));
+}
+
+#[test]
+fn a_retransmission_is_lost_when_three_packets_sent_after_it_have_arrived() {
+    let mut r = Scoreboard::default();
+    reported(&mut r, 0, 10, 0, &(2..10).collect::<Vec<_>>());
+    (0..2).for_each(|n| r.on_resent(at(n), at(10), false));
+    // This one later once more.
+    r.on_resent(at(0), at(20), false);
+    reported(&mut r, 0, 20, 0, &(2..13).collect::<Vec<_>>());
+    assert_eq!([0, 1].map(|n| r.mark(at(n))), [Mark::Resent, Mark::Resent]);
+    reported(&mut r, 0, 20, 0, &(2..14).collect::<Vec<_>>());
+    assert_eq!([0, 1].map(|n| r.mark(at(n))), [Mark::Resent, Mark::Lost]);
+}
+
+#[test]
+fn an_answered_probe_tells_nothing_of_the_rest_of_it() {
+    let mut r = Scoreboard::default();
+    (0..2).for_each(|n| r.on_probed(at(0), at(n), at(10)));
+    r.on_acked(at(1));
+    assert_eq!(overtaken(&mut r, 1), (2..10).collect::<Vec<_>>());
+    assert_eq!(r.mark(at(1)), Mark::Resent);
+}
+
+/// The newest packet was sent again to cause the report.
+#[test]
+fn a_sure_report_lacks_only_what_is_lost() {
+    for (answered, mark) in [(false, Mark::Lost), (true, Mark::Resent)] {
+        let mut r = Scoreboard::default();
+        r.lose(at(0), at(1));
+        r.on_resent(at(1), at(4), answered);
+        report(1, &[3], |report| {
+            r.on_report((at(0), at(4)), report, |_| answered, true)
+        });
+        assert_eq!([1, 2].map(|n| r.mark(at(n))), [mark, Mark::Lost]);
+    }
+}
