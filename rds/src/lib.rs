@@ -8,6 +8,7 @@
 //! - [`Node`]: all sockets and connections of some addresses.
 #![forbid(unsafe_code)]
 
+mod addr;
 mod config;
 mod conn;
 mod counters;
@@ -18,11 +19,12 @@ pub mod proto;
 mod rdma;
 mod socket;
 
+pub use addr::{check_peer, is_unicast};
 pub use config::{Config, Rings};
 pub use conn::{Broken, Refused};
 pub use counters::Counters;
 pub use error::Error;
 pub use key::PairKey;
-pub use node::{ConnectionInfo, MessageInfo, Node, Output, PairState, check_peer, is_unicast};
+pub use node::{ConnectionInfo, MessageInfo, Node, Output, PairState};
 pub use rdma::{Attachment, Operation, OperationFlags, OperationKind, RdmaNotice, RdmaStatus, RegionRights};
 pub use socket::{Message, Readiness, Received, SocketId};

@@ -123,7 +123,7 @@ impl Operation {
     }
 }
 
-/// What goes with a message besides its data.
+/// Companion of a message, besides its data.
 #[derive(Clone, Debug, Default)]
 pub enum Attachment {
     /// Nothing.

@@ -103,7 +103,7 @@ fn set(socket: &OwnedFd, level: c_int, option: c_int, value: &[u8]) -> Result<us
     result(unsafe { libc::setsockopt(fd, level, option, value.as_ptr().cast(), len) } as isize)
 }
 
-/// What recvmsg gives: result, flags, length of the name, and the control messages' bytes.
+/// Results of recvmsg: result, flags, length of the name, and the control messages' bytes.
 fn recv_message(
     socket: &OwnedFd,
     room: usize,

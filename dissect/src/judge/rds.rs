@@ -30,7 +30,7 @@ struct Place<'a> {
     data: &'a [u8],
 }
 
-/// What one side sends.
+/// Messages of one side.
 #[derive(Debug)]
 struct Side {
     part: Part,

@@ -1,6 +1,6 @@
 //! Sequence numbers of two RDS nodes, over all their connections.
 
-/// What one node has sent.
+/// Sequence numbers of one node.
 #[derive(Clone, Copy, Default, Debug)]
 struct Node {
     /// Last sequence number since the node was started.

@@ -95,7 +95,7 @@ impl Control {
     }
 }
 
-/// Something that has come.
+/// Message or report that has come.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Received {
     /// Its kind.

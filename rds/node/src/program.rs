@@ -76,7 +76,7 @@ struct InPair {
 /// State of its pair after a turn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
-    /// Something will call for it.
+    /// An event will call for it.
     Wait,
     /// There is more to do.
     More,

@@ -360,7 +360,7 @@ impl<'a> Train<'a> {
         Ok(end - from)
     }
 
-    /// What was added last ends the operation that was added last, and its message.
+    /// Ends the operation that was added last, and its message, with the work request that was added last.
     pub(crate) fn end_operation(&mut self) {
         let last = self.next_number() - 1;
         if let Some(posted) = self.link.operations.current() {

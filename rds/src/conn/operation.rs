@@ -143,7 +143,7 @@ impl Operations {
         self.0.is_empty()
     }
 
-    /// Those of a socket.
+    /// Number of operations of a socket.
     pub(crate) fn of(&self, socket: SocketId) -> usize {
         let is_its = |posted: &&Posted| posted.ticket.is_some_and(|ticket| ticket.socket == socket);
         self.0.iter().filter(is_its).count()

@@ -2,23 +2,8 @@
 
 use core::net::SocketAddr;
 
-use super::{Node, PairState};
+use super::{MessageInfo, Node, PairState};
 use crate::conn::Connection;
-
-/// Message that a node has.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct MessageInfo {
-    /// Sequence number of its connection.
-    pub sequence: u64,
-    /// Bytes of data.
-    pub len: usize,
-    /// Sender.
-    pub from: SocketAddr,
-    /// Receiver.
-    pub to: SocketAddr,
-    /// Type of service of its connection.
-    pub tos: u8,
-}
 
 impl Connection {
     /// State that has to outlive it.

@@ -8,9 +8,6 @@ mod rdma;
 mod region;
 mod sockets;
 
-pub use list::MessageInfo;
-pub use sockets::{check_peer, is_unicast};
-
 use core::net::{IpAddr, SocketAddr};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -72,6 +69,21 @@ pub struct ConnectionInfo {
     pub unacked: usize,
     /// Sequence numbers.
     pub sequences: PairState,
+}
+
+/// Message that a node has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MessageInfo {
+    /// Sequence number of its connection.
+    pub sequence: u64,
+    /// Bytes of data.
+    pub len: usize,
+    /// Sender.
+    pub from: SocketAddr,
+    /// Receiver.
+    pub to: SocketAddr,
+    /// Type of service of its connection.
+    pub tos: u8,
 }
 
 /// All sockets and connections of a node's addresses.

@@ -1,11 +1,12 @@
 //! Calls for sockets. None waits.
 
-use core::net::{IpAddr, SocketAddr};
+use core::net::SocketAddr;
 
 use super::Node;
 use crate::{
-    Error,
+    addr::{check_peer, is_unicast},
     conn::{Outgoing, Prepared, Ticket},
+    error::Error,
     key::PairKey,
     proto::{Extension, MAX_MESSAGE},
     rdma::{Attachment, Operation, OperationFlags, RdmaStatus},
@@ -403,18 +404,6 @@ impl Node {
     }
 }
 
-/// Checks whether a socket may be connected to an address.
-///
-/// # Errors
-/// [`Error::NoAddress`], [`Error::Invalid`].
-pub fn check_peer(to: SocketAddr) -> Result<(), Error> {
-    match to.ip() {
-        addr if addr.is_unspecified() => Err(Error::NoAddress),
-        addr if !is_unicast(addr) => Err(Error::Invalid),
-        _ => Ok(()),
-    }
-}
-
 /// Returns a message of a socket with what goes with it.
 fn outgoing((id, socket): (SocketId, &Socket), ports: (u16, u16), data: &[u8], attachment: Attachment) -> Outgoing {
     let mut message = Outgoing::new(Some(id), ports, data.into());
@@ -444,9 +433,4 @@ fn outgoing((id, socket): (SocketId, &Socket), ports: (u16, u16), data: &[u8], a
         }
     }
     message
-}
-
-/// Returns whether a host can have this address.
-pub fn is_unicast(addr: IpAddr) -> bool {
-    !addr.is_unspecified() && !addr.is_multicast() && addr != IpAddr::V4(core::net::Ipv4Addr::BROADCAST)
 }

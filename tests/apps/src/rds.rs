@@ -25,6 +25,6 @@ fn python() -> Case {
     let script = format!("{tests} && ! grep -q skipped {{dir}}/out");
     Case::script("CPython's tests of RDS", "libpython3.11-testsuite", &script)
         .needs(&[(PYTHON, "python3"), (TESTS, "libpython3.11-testsuite")])
-        .says("run=8")
+        .says("Ran 8 tests")
         .ci()
 }

@@ -73,7 +73,7 @@ pub(crate) struct Board {
     chance: f64,
     offers: Vec<Offer>,
     ops: Vec<Op>,
-    /// What was sent with a message, by its number.
+    /// Cookies that were sent, by their messages' numbers.
     cookies: BTreeMap<u64, RdmaCookie>,
     operations: BTreeMap<u64, usize>,
 }

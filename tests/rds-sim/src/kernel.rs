@@ -22,7 +22,8 @@ use roce_verbs::{
 };
 use zerocopy::IntoBytes as _;
 
-use crate::race::Number;
+/// Message of a program.
+pub(crate) type Number = u32;
 
 /// Buffers of a queue pair, each way. A run has fewer messages.
 const RING: u32 = 64;

@@ -21,10 +21,10 @@ use roce_verbs::{
     provider::{Cx, Event, QpId},
 };
 
-use crate::{RdsStats, kernel::Kernel};
-
-/// Message of a program.
-pub(crate) type Number = u32;
+use crate::{
+    RdsStats,
+    kernel::{Kernel, Number},
+};
 
 /// Fates of a datagram: how much later it comes. A round trip takes 200 us, and a request is repeated after seconds.
 const FATES: [Option<u64>; 5] = [Some(0), Some(300 * US), Some(30 * MS), Some(VERY_LATE), None];

@@ -33,7 +33,7 @@ struct Packet {
     bounce: *mut [u8],
 }
 
-/// What has come of a packet.
+/// Result of a packet.
 enum Outcome {
     /// The call's result.
     Done(usize),

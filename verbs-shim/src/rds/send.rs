@@ -33,7 +33,7 @@ struct Packet {
     data_len: usize,
 }
 
-/// What comes next.
+/// Next step.
 enum Step {
     /// The packet is to be sent.
     Send,

@@ -80,7 +80,7 @@ fn words_are_counted_and_swapped() {
     assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
 }
 
-/// What the peer refuses ends the connection, whose other messages come again, and no other connection.
+/// An operation that the peer refuses ends the connection, whose other messages come again, and no other connection.
 #[test]
 fn a_bad_cookie_ends_one_connection_only() {
     let (_a, near, at_near) = node(4000);

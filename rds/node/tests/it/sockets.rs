@@ -1,4 +1,4 @@
-//! What programs can rely on.
+//! Promises to programs.
 
 use std::{io::IoSlice, net::SocketAddr, time::Duration};
 

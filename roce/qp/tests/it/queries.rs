@@ -1,4 +1,4 @@
-//! What a queue pair tells its caller: work and packets outstanding, attributes, options, and room in its queues.
+//! Answers of a queue pair to its caller: work and packets outstanding, attributes, options, and room in its queues.
 
 use std::{sync::Arc, time::Duration};
 

@@ -22,7 +22,7 @@ fn references(cell: &str) -> Vec<(&str, &str)> {
     found
 }
 
-const KINDS: [&str; 5] = ["scenario", "case", "replay", "test", "script"];
+const KINDS: [&str; 6] = ["scenario", "case", "replay", "capture", "test", "script"];
 
 /// Files of captures in which our engine takes a side.
 fn replayed(manifest: &str) -> BTreeSet<String> {
@@ -43,6 +43,7 @@ fn everything_that_specs_name_exists() {
         "scenario" => scenarios.contains(name),
         "case" => cases.get(name).is_some(),
         "script" => root.join(format!("specs/scripts/{name}.play")).exists(),
+        "capture" => root.join(format!("pcap-fixtures/{name}.pcap")).exists(),
         "replay" => captures.iter().any(|c| c == name),
         "test" => name.split_once("::").is_some_and(|(file, function)| {
             let text = fs::read_to_string(root.join(file)).unwrap_or_default();

@@ -4,7 +4,7 @@ use std::{fs, net::IpAddr};
 
 use serde::Deserialize;
 
-use super::compare::Kind;
+use super::kind::Kind;
 use crate::{error::Error, fixture::fixtures};
 
 /// The manifest.

@@ -5,6 +5,7 @@
 //! why. Attempts to connect that came to nothing are left out: when to try again is a matter of chance on either side.
 
 mod compare;
+mod kind;
 mod manifest;
 mod player;
 mod provider;
@@ -14,7 +15,8 @@ use std::{collections::BTreeMap, net::IpAddr};
 
 use crate::{error::Error, fixture::fixtures, verdict::Verdict};
 
-use compare::{Kind, compare};
+use compare::compare;
+use kind::Kind;
 use manifest::{Entry, Manifest};
 use player::Player;
 
