@@ -52,9 +52,10 @@ static void send_with(const char *text, int type, void *what, size_t len)
 	c->cmsg_type = type;
 	c->cmsg_len = CMSG_LEN(len);
 	memcpy(CMSG_DATA(c), what, len);
-	/* Before the first connection there is no device to register with. */
+	/* Before the first connection there is no device to register with, and while it begins the queue pair takes no registration. */
 	for (int tries = 0; sendmsg(s, &m, 0) < 0; tries++) {
-		if (errno != EAGAIN || tries > 300)
+		int too_early = errno == EAGAIN || (errno == EINVAL && type == MAP);
+		if (!too_early || tries > 300)
 			fail(text);
 		usleep(100000);
 	}
