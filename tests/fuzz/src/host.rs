@@ -13,8 +13,20 @@ use rtrs::{
 
 use crate::provider::{Keys, Scripted, Usage};
 
-/// Far more turns than a server takes for any step. Whoever takes more hangs.
-const PATIENCE: usize = 10_000;
+/// Far more turns than a state machine takes for any step. One that takes more hangs.
+const TURNS: usize = 10_000;
+
+/// Takes turns until two in a row had nothing to do: what the end of a turn posts may be done in the next.
+pub(crate) fn settle(mut turn: impl FnMut() -> bool) {
+    let mut idle = 0;
+    for _ in 0..TURNS {
+        idle = if turn() { 0 } else { idle + 1 };
+        if idle == 2 {
+            return;
+        }
+    }
+    panic!("it does not come to rest");
+}
 
 /// The user of a server.
 pub(crate) trait User {
@@ -77,15 +89,7 @@ impl<U: User> Host<U> {
 
     /// Until the server has nothing left to do.
     pub(crate) fn quiet(&mut self) {
-        let mut idle = 0;
-        // What the end of a turn posts may be done in the next.
-        for _ in 0..PATIENCE {
-            idle = if self.turn() { 0 } else { idle + 1 };
-            if idle == 2 {
-                return;
-            }
-        }
-        panic!("it does not come to rest");
+        settle(|| self.turn());
     }
 
     fn turn(&mut self) -> bool {

@@ -20,6 +20,7 @@ use roce_verbs::{
 use zerocopy::IntoBytes;
 
 use crate::{
+    host::settle,
     input::Input,
     provider::{Keys, Scripted, Usage},
 };
@@ -32,8 +33,6 @@ const MAX_CONNECTIONS: usize = 4;
 const MAX_LINKS: usize = 32;
 /// Steps of a run: more are left out, so that no input takes long.
 const STEPS: usize = 96;
-/// Far more turns than a node takes for any step. Who takes more hangs.
-const TURNS: usize = 10_000;
 
 fn config() -> Config {
     Config {
@@ -128,14 +127,7 @@ impl Run {
 
     /// Until the node has nothing left to do.
     fn settle(&mut self) {
-        let mut idle = 0;
-        for _ in 0..TURNS {
-            idle = if self.turn() { 0 } else { idle + 1 };
-            if idle == 2 {
-                return;
-            }
-        }
-        panic!("it does not come to rest");
+        settle(|| self.turn());
     }
 
     fn turn(&mut self) -> bool {
@@ -176,7 +168,7 @@ impl Run {
         }
     }
 
-    /// What the node has sent.
+    /// Reads and checks the node's SENDs.
     fn read_sends(&mut self) {
         for link in &mut self.links {
             let Some(qp) = self.provider.cms.get(&link.cm).and_then(|cm| cm.qp) else {
