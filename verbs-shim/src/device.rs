@@ -168,7 +168,7 @@ fn interfaces() -> Result<Vec<(String, Vec<IpAddr>)>> {
     Ok(out)
 }
 
-/// Has forked children begin anew.
+/// Makes forked children start over.
 pub(crate) fn watch_forks() {
     fork::watch(hold, release);
 }

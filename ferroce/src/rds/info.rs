@@ -164,7 +164,7 @@ fn counters(control: &Control) -> io::Result<BTreeMap<String, u64>> {
 
 fn sockets(control: &Control) -> io::Result<Vec<Socket>> {
     let (bytes, _) = control.info(raw::SOCKETS6)?;
-    let all = elements::<raw::Socket6>(&bytes).map(|socket| Socket {
+    let all = elements::<raw::Socket<16>>(&bytes).map(|socket| Socket {
         bound_addr: addr(socket.bound_addr),
         bound_port: u16::from_be_bytes(socket.bound_port),
         connected_addr: addr(socket.connected_addr),
@@ -208,7 +208,7 @@ fn connections(control: &Control) -> io::Result<Vec<Connection>> {
 
 fn messages(control: &Control, number: u32) -> io::Result<Vec<Message>> {
     let (bytes, _) = control.info(number)?;
-    let all = elements::<raw::Message6>(&bytes).map(|m| Message {
+    let all = elements::<raw::Message<16>>(&bytes).map(|m| Message {
         local_addr: addr(m.laddr),
         local_port: u16::from_be_bytes(m.lport),
         remote_addr: addr(m.faddr),
@@ -222,7 +222,7 @@ fn messages(control: &Control, number: u32) -> io::Result<Vec<Message>> {
 
 fn ib(control: &Control) -> io::Result<Vec<IbConnection>> {
     let (bytes, _) = control.info(raw::IB_CONNECTIONS6)?;
-    let all = elements::<raw::IbConnection6>(&bytes).map(|c| IbConnection {
+    let all = elements::<raw::IbConnection<16>>(&bytes).map(|c| IbConnection {
         local_addr: addr(c.src_addr),
         remote_addr: addr(c.dst_addr),
         tos: c.tos,

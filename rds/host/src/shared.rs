@@ -184,7 +184,7 @@ impl Shared {
     /// Registers memory for a socket, in a turn of the node's thread.
     ///
     /// # Errors
-    /// Those of the node, and `NotConnected` when it has ended.
+    /// Errors of the node, and `NotConnected` when it has ended.
     pub(crate) fn register(
         &self,
         socket: SocketId,

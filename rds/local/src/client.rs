@@ -135,7 +135,7 @@ impl Socket<'_> {
     /// Binds it. Returns the address.
     ///
     /// # Errors
-    /// Those of `bind`.
+    /// Errors of `bind`.
     pub fn bind(&self, addr: SocketAddr) -> io::Result<SocketAddr> {
         let (answer, _) = self.control.call(&Request::Bind(self.key, addr))?;
         answer.addr.ok_or_else(|| io::ErrorKind::InvalidData.into())
@@ -144,7 +144,7 @@ impl Socket<'_> {
     /// Sets an option.
     ///
     /// # Errors
-    /// Those of `setsockopt`.
+    /// Errors of `setsockopt`.
     pub fn set(&self, option: SocketOption, value: u64) -> io::Result<()> {
         self.control
             .call(&Request::SetOption(self.key, option, value))

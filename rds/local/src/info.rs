@@ -24,15 +24,15 @@ pub const TCP_SOCKETS: u32 = 10_007;
 pub const IB_CONNECTIONS: u32 = 10_008;
 /// `RDS6_INFO_CONNECTIONS`: [`Connection6`], as all that follow of both families.
 pub const CONNECTIONS6: u32 = 10_011;
-/// `RDS6_INFO_SEND_MESSAGES`: [`Message6`].
+/// `RDS6_INFO_SEND_MESSAGES`: [`Message`] with addresses of 16 bytes.
 pub const SEND_MESSAGES6: u32 = 10_012;
-/// `RDS6_INFO_RETRANS_MESSAGES`: [`Message6`].
+/// `RDS6_INFO_RETRANS_MESSAGES`: [`Message`] with addresses of 16 bytes.
 pub const RETRANS_MESSAGES6: u32 = 10_013;
-/// `RDS6_INFO_RECV_MESSAGES`: [`Message6`].
+/// `RDS6_INFO_RECV_MESSAGES`: [`Message`] with addresses of 16 bytes.
 pub const RECV_MESSAGES6: u32 = 10_014;
-/// `RDS6_INFO_SOCKETS`: [`Socket6`].
+/// `RDS6_INFO_SOCKETS`: [`Socket`] with addresses of 16 bytes.
 pub const SOCKETS6: u32 = 10_015;
-/// `RDS6_INFO_IB_CONNECTIONS`: [`IbConnection6`].
+/// `RDS6_INFO_IB_CONNECTIONS`: [`IbConnection`] with addresses of 16 bytes.
 pub const IB_CONNECTIONS6: u32 = 10_017;
 
 /// A connection sends at the moment.
@@ -46,15 +46,16 @@ pub const CONNECTED: u8 = 4;
 pub const TRANSPORT: &str = "infiniband";
 
 macro_rules! raw {
-    ($($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* })*) => {$(
+    ($($(#[$meta:meta])* $name:ident $(<const $len:ident: usize>)? { $($field:ident: $type:ty,)* })*) => {$(
         $(#[$meta])*
         #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
         #[repr(C, packed)]
         #[allow(missing_docs, reason = "names of the kernel")]
-        pub struct $name { $($(#[$field_meta])* pub $field: $type,)* }
+        pub struct $name $(<const $len: usize>)? { $(pub $field: $type,)* }
     )*};
 }
 
+// `N` is the length of an address: 4 in `struct rds_info_*`, 16 in `struct rds6_info_*`.
 raw! {
     /// `struct rds_info_counter`.
     Counter {
@@ -80,68 +81,31 @@ raw! {
         transport: [u8; 16],
         flags: u8,
     }
-    /// `struct rds_info_message`.
-    Message {
+    /// `struct rds_info_message`, `struct rds6_info_message`.
+    Message<const N: usize> {
         seq: u64,
         len: u32,
-        laddr: [u8; 4],
-        faddr: [u8; 4],
+        laddr: [u8; N],
+        faddr: [u8; N],
         lport: [u8; 2],
         fport: [u8; 2],
         flags: u8,
         tos: u8,
     }
-    /// `struct rds6_info_message`.
-    Message6 {
-        seq: u64,
-        len: u32,
-        laddr: [u8; 16],
-        faddr: [u8; 16],
-        lport: [u8; 2],
-        fport: [u8; 2],
-        flags: u8,
-        tos: u8,
-    }
-    /// `struct rds_info_socket`.
-    Socket {
+    /// `struct rds_info_socket`, `struct rds6_info_socket`.
+    Socket<const N: usize> {
         sndbuf: u32,
-        bound_addr: [u8; 4],
-        connected_addr: [u8; 4],
+        bound_addr: [u8; N],
+        connected_addr: [u8; N],
         bound_port: [u8; 2],
         connected_port: [u8; 2],
         rcvbuf: u32,
         inum: u64,
     }
-    /// `struct rds6_info_socket`.
-    Socket6 {
-        sndbuf: u32,
-        bound_addr: [u8; 16],
-        connected_addr: [u8; 16],
-        bound_port: [u8; 2],
-        connected_port: [u8; 2],
-        rcvbuf: u32,
-        inum: u64,
-    }
-    /// `struct rds_info_rdma_connection`.
-    IbConnection {
-        src_addr: [u8; 4],
-        dst_addr: [u8; 4],
-        src_gid: [u8; 16],
-        dst_gid: [u8; 16],
-        max_send_wr: u32,
-        max_recv_wr: u32,
-        max_send_sge: u32,
-        rdma_mr_max: u32,
-        rdma_mr_size: u32,
-        tos: u8,
-        sl: u8,
-        padding: [u8; 2],
-        cache_allocs: u32,
-    }
-    /// `struct rds6_info_rdma_connection`.
-    IbConnection6 {
-        src_addr: [u8; 16],
-        dst_addr: [u8; 16],
+    /// `struct rds_info_rdma_connection`, `struct rds6_info_rdma_connection`.
+    IbConnection<const N: usize> {
+        src_addr: [u8; N],
+        dst_addr: [u8; N],
         src_gid: [u8; 16],
         dst_gid: [u8; 16],
         max_send_wr: u32,
@@ -158,9 +122,9 @@ raw! {
 
 const _: () = {
     assert!(size_of::<Counter>() == 40 && size_of::<Connection>() == 42 && size_of::<Connection6>() == 65);
-    assert!(size_of::<Message>() == 26 && size_of::<Message6>() == 50);
-    assert!(size_of::<Socket>() == 28 && size_of::<Socket6>() == 52);
-    assert!(size_of::<IbConnection>() == 68 && size_of::<IbConnection6>() == 92);
+    assert!(size_of::<Message<4>>() == 26 && size_of::<Message<16>>() == 50);
+    assert!(size_of::<Socket<4>>() == 28 && size_of::<Socket<16>>() == 52);
+    assert!(size_of::<IbConnection<4>>() == 68 && size_of::<IbConnection<16>>() == 92);
 };
 
 /// Size of an element of this information; `None`: there is no such information.
@@ -168,30 +132,45 @@ pub fn element_size(number: u32) -> Option<usize> {
     Some(match number {
         COUNTERS => size_of::<Counter>(),
         CONNECTIONS => size_of::<Connection>(),
-        SEND_MESSAGES | RETRANS_MESSAGES | RECV_MESSAGES => size_of::<Message>(),
-        SOCKETS => size_of::<Socket>(),
-        IB_CONNECTIONS => size_of::<IbConnection>(),
+        SEND_MESSAGES | RETRANS_MESSAGES | RECV_MESSAGES => size_of::<Message<4>>(),
+        SOCKETS => size_of::<Socket<4>>(),
+        IB_CONNECTIONS => size_of::<IbConnection<4>>(),
         CONNECTIONS6 => size_of::<Connection6>(),
-        SEND_MESSAGES6 | RETRANS_MESSAGES6 | RECV_MESSAGES6 => size_of::<Message6>(),
-        SOCKETS6 => size_of::<Socket6>(),
-        IB_CONNECTIONS6 => size_of::<IbConnection6>(),
+        SEND_MESSAGES6 | RETRANS_MESSAGES6 | RECV_MESSAGES6 => size_of::<Message<16>>(),
+        SOCKETS6 => size_of::<Socket<16>>(),
+        IB_CONNECTIONS6 => size_of::<IbConnection<16>>(),
         _ => return None,
     })
 }
 
-/// The bytes of an IPv4 address; `None` of another.
-pub fn octets4(addr: IpAddr) -> Option<[u8; 4]> {
-    match addr {
-        IpAddr::V4(v4) => Some(v4.octets()),
-        IpAddr::V6(_) => None,
+/// Bytes of an address in a structure.
+pub trait Octets: Sized {
+    /// Address that is not set.
+    const UNSET: Self;
+
+    /// Returns the bytes of an address, in 16 bytes an IPv4 one mapped; `None`: it has no such form.
+    fn of(addr: IpAddr) -> Option<Self>;
+}
+
+impl Octets for [u8; 4] {
+    const UNSET: Self = [0; 4];
+
+    fn of(addr: IpAddr) -> Option<Self> {
+        match addr {
+            IpAddr::V4(v4) => Some(v4.octets()),
+            IpAddr::V6(_) => None,
+        }
     }
 }
 
-/// The bytes of an address, an IPv4 one mapped.
-pub fn octets6(addr: IpAddr) -> [u8; 16] {
-    match addr {
-        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
-        IpAddr::V6(v6) => v6.octets(),
+impl Octets for [u8; 16] {
+    const UNSET: Self = [0; 16];
+
+    fn of(addr: IpAddr) -> Option<Self> {
+        Some(match addr {
+            IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+            IpAddr::V6(v6) => v6.octets(),
+        })
     }
 }
 

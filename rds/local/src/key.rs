@@ -30,7 +30,7 @@ impl SocketKey {
     /// Gives the node's end of a socket its name. The kernel gives it to no other socket of the network namespace meanwhile.
     ///
     /// # Errors
-    /// Those of `bind`.
+    /// Errors of `bind`.
     pub fn name_end(self, end: BorrowedFd<'_>) -> rustix::io::Result<()> {
         let name = format!("{PREFIX}{self}");
         rustix::net::bind(end, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)

@@ -30,7 +30,6 @@ struct Words {
     send_buffer: AtomicU64,
     recv_buffer: AtomicU64,
     flags: AtomicU64,
-    /// Type of service, and 256 when it can't be changed any more.
     tos: AtomicU64,
     /// `SO_RDS_TRANSPORT` and 1; 0: not set.
     transport: AtomicU64,

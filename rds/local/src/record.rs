@@ -34,7 +34,7 @@ pub struct Record {
 /// Sends a packet.
 ///
 /// # Errors
-/// Those of `sendmsg`; `EINTR` is not one.
+/// Errors of `sendmsg`; `EINTR` is not one.
 pub fn send(
     socket: impl AsFd,
     parts: &[IoSlice<'_>],
@@ -58,7 +58,7 @@ pub fn send(
 /// Receives a packet. `None`: the other side has closed its end.
 ///
 /// # Errors
-/// Those of `recvmsg`; `EINTR` is not one.
+/// Errors of `recvmsg`; `EINTR` is not one.
 pub fn receive(socket: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> rustix::io::Result<Option<Record>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -85,7 +85,7 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> rustix
 /// Memory that packets take which `socket` has sent and the other side has not read, as the system counts it: 0 if there are none.
 ///
 /// # Errors
-/// Those of `ioctl`.
+/// Errors of `ioctl`.
 pub fn unread(socket: impl AsFd) -> rustix::io::Result<usize> {
     // SAFETY: `SIOCOUTQ` writes an int.
     let bytes: i32 = unsafe {
@@ -116,7 +116,7 @@ pub fn memory_file(bytes: &[u8]) -> io::Result<OwnedFd> {
 /// Reads `len` bytes of a memory file, fewer if it has fewer.
 ///
 /// # Errors
-/// Those of `pread`.
+/// Errors of `pread`.
 pub fn read_memory_file(file: impl AsFd, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len];
     let mut done = 0;

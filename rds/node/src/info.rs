@@ -1,9 +1,9 @@
 //! Information for `RDS_INFO_*`.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 
 use rds::{ConnectionInfo, Counters, MessageInfo};
-use rds_local::info::{self as raw, octets4, octets6};
+use rds_local::info::{self as raw, Octets};
 use zerocopy::{Immutable, IntoBytes};
 
 /// State of a socket.
@@ -33,17 +33,17 @@ pub(crate) fn bytes(number: u32, source: &impl Source) -> Option<(Vec<u8>, usize
     let bytes = match number {
         raw::COUNTERS => counters(source),
         raw::CONNECTIONS => all(source.connections(), |c| connection(&c)),
-        raw::CONNECTIONS6 => all(source.connections(), |c| Some(connection6(&c))),
-        raw::IB_CONNECTIONS => all(source.connections(), |c| ib_connection(&c, source.rings())),
-        raw::IB_CONNECTIONS6 => all(source.connections(), |c| Some(ib_connection6(&c, source.rings()))),
+        raw::CONNECTIONS6 => all(source.connections(), |c| connection6(&c)),
+        raw::IB_CONNECTIONS => all(source.connections(), |c| ib_connection::<4>(&c, source.rings())),
+        raw::IB_CONNECTIONS6 => all(source.connections(), |c| ib_connection::<16>(&c, source.rings())),
         raw::SEND_MESSAGES | raw::RETRANS_MESSAGES | raw::RECV_MESSAGES => {
-            all(source.messages(number), |m| message(&m))
+            all(source.messages(number), |m| message::<4>(&m))
         }
-        raw::SEND_MESSAGES6 => all(source.messages(raw::SEND_MESSAGES), |m| Some(message6(&m))),
-        raw::RETRANS_MESSAGES6 => all(source.messages(raw::RETRANS_MESSAGES), |m| Some(message6(&m))),
-        raw::RECV_MESSAGES6 => all(source.messages(raw::RECV_MESSAGES), |m| Some(message6(&m))),
-        raw::SOCKETS => all(source.sockets(), |s| socket(&s)),
-        raw::SOCKETS6 => all(source.sockets(), |s| Some(socket6(&s))),
+        raw::SEND_MESSAGES6 => all(source.messages(raw::SEND_MESSAGES), |m| message::<16>(&m)),
+        raw::RETRANS_MESSAGES6 => all(source.messages(raw::RETRANS_MESSAGES), |m| message::<16>(&m)),
+        raw::RECV_MESSAGES6 => all(source.messages(raw::RECV_MESSAGES), |m| message::<16>(&m)),
+        raw::SOCKETS => all(source.sockets(), |s| socket::<4>(&s)),
+        raw::SOCKETS6 => all(source.sockets(), |s| socket::<16>(&s)),
         _ => return None,
     };
     Some((bytes, size))
@@ -78,35 +78,38 @@ fn connection(c: &ConnectionInfo) -> Option<raw::Connection> {
     Some(raw::Connection {
         next_tx_seq: c.sequences.next_send,
         next_rx_seq: c.sequences.next_receive,
-        laddr: octets4(c.key.local)?,
-        faddr: octets4(c.key.remote)?,
+        laddr: Octets::of(c.key.local)?,
+        faddr: Octets::of(c.key.remote)?,
         transport: raw::name(raw::TRANSPORT),
         flags: flags(c),
         tos: c.key.tos,
     })
 }
 
-fn connection6(c: &ConnectionInfo) -> raw::Connection6 {
-    raw::Connection6 {
+fn connection6(c: &ConnectionInfo) -> Option<raw::Connection6> {
+    Some(raw::Connection6 {
         next_tx_seq: c.sequences.next_send,
         next_rx_seq: c.sequences.next_receive,
-        laddr: octets6(c.key.local),
-        faddr: octets6(c.key.remote),
+        laddr: Octets::of(c.key.local)?,
+        faddr: Octets::of(c.key.remote)?,
         transport: raw::name(raw::TRANSPORT),
         flags: flags(c),
-    }
+    })
 }
 
 /// Memory regions and pages of each that a connection may have: as many as there is room for.
 const MR: (u32, u32) = (8192, 257);
 
-fn ib_connection(c: &ConnectionInfo, (send, recv): (u32, u32)) -> Option<raw::IbConnection> {
-    let gid = |addr: IpAddr| if c.is_up { octets6(addr) } else { [0; 16] };
+fn ib_connection<const N: usize>(c: &ConnectionInfo, (send, recv): (u32, u32)) -> Option<raw::IbConnection<N>>
+where
+    [u8; N]: Octets,
+{
+    let gid = |addr: IpAddr| if c.is_up { Octets::of(addr) } else { Some([0; 16]) };
     Some(raw::IbConnection {
-        src_addr: octets4(c.key.local)?,
-        dst_addr: octets4(c.key.remote)?,
-        src_gid: gid(c.key.local),
-        dst_gid: gid(c.key.remote),
+        src_addr: Octets::of(c.key.local)?,
+        dst_addr: Octets::of(c.key.remote)?,
+        src_gid: gid(c.key.local)?,
+        dst_gid: gid(c.key.remote)?,
         max_send_wr: send,
         max_recv_wr: recv,
         max_send_sge: 8,
@@ -119,31 +122,15 @@ fn ib_connection(c: &ConnectionInfo, (send, recv): (u32, u32)) -> Option<raw::Ib
     })
 }
 
-fn ib_connection6(c: &ConnectionInfo, (send, recv): (u32, u32)) -> raw::IbConnection6 {
-    let gid = |addr: IpAddr| if c.is_up { octets6(addr) } else { [0; 16] };
-    raw::IbConnection6 {
-        src_addr: octets6(c.key.local),
-        dst_addr: octets6(c.key.remote),
-        src_gid: gid(c.key.local),
-        dst_gid: gid(c.key.remote),
-        max_send_wr: send,
-        max_recv_wr: recv,
-        max_send_sge: 8,
-        rdma_mr_max: MR.0,
-        rdma_mr_size: MR.1,
-        tos: c.key.tos,
-        sl: c.key.tos & 15,
-        padding: [0; 2],
-        cache_allocs: 0,
-    }
-}
-
-fn message(m: &MessageInfo) -> Option<raw::Message> {
+fn message<const N: usize>(m: &MessageInfo) -> Option<raw::Message<N>>
+where
+    [u8; N]: Octets,
+{
     Some(raw::Message {
         seq: m.sequence,
         len: m.len as u32,
-        laddr: octets4(m.from.ip())?,
-        faddr: octets4(m.to.ip())?,
+        laddr: Octets::of(m.from.ip())?,
+        faddr: Octets::of(m.to.ip())?,
         lport: m.from.port().to_be_bytes(),
         fport: m.to.port().to_be_bytes(),
         flags: 0,
@@ -151,25 +138,12 @@ fn message(m: &MessageInfo) -> Option<raw::Message> {
     })
 }
 
-fn message6(m: &MessageInfo) -> raw::Message6 {
-    raw::Message6 {
-        seq: m.sequence,
-        len: m.len as u32,
-        laddr: octets6(m.from.ip()),
-        faddr: octets6(m.to.ip()),
-        lport: m.from.port().to_be_bytes(),
-        fport: m.to.port().to_be_bytes(),
-        flags: 0,
-        tos: m.tos,
-    }
-}
-
-fn port(addr: Option<SocketAddr>) -> [u8; 2] {
-    addr.map_or(0, |addr| addr.port()).to_be_bytes()
-}
-
-fn socket(s: &SocketInfo) -> Option<raw::Socket> {
-    let ip = |addr: Option<SocketAddr>| octets4(addr.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |addr| addr.ip()));
+fn socket<const N: usize>(s: &SocketInfo) -> Option<raw::Socket<N>>
+where
+    [u8; N]: Octets,
+{
+    let ip = |addr: Option<SocketAddr>| addr.map_or(Some(Octets::UNSET), |addr| Octets::of(addr.ip()));
+    let port = |addr: Option<SocketAddr>| addr.map_or(0, |addr| addr.port()).to_be_bytes();
     Some(raw::Socket {
         sndbuf: s.buffers.0 as u32,
         bound_addr: ip(s.bound)?,
@@ -179,17 +153,4 @@ fn socket(s: &SocketInfo) -> Option<raw::Socket> {
         rcvbuf: s.buffers.1 as u32,
         inum: s.inode,
     })
-}
-
-fn socket6(s: &SocketInfo) -> raw::Socket6 {
-    let ip = |addr: Option<SocketAddr>| addr.map_or([0; 16], |addr| octets6(addr.ip()));
-    raw::Socket6 {
-        sndbuf: s.buffers.0 as u32,
-        bound_addr: ip(s.bound),
-        connected_addr: ip(s.peer),
-        bound_port: port(s.bound),
-        connected_port: port(s.peer),
-        rcvbuf: s.buffers.1 as u32,
-        inum: s.inode,
-    }
 }

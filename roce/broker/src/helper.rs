@@ -50,7 +50,7 @@ impl Kind {
     /// Connects to the helper of a directory, and starts it if `connect` finds none.
     ///
     /// # Errors
-    /// Those of `connect`, and when it does not start.
+    /// Errors of `connect`, and when it does not start.
     pub fn start<T>(
         &self,
         dir: &Path,
@@ -175,7 +175,7 @@ impl Lock {
     /// Takes it, waiting until `deadline`; `None` when another has it for longer.
     ///
     /// # Errors
-    /// Those of the file.
+    /// Errors of the file.
     pub fn take(dir: &Path, name: &str, deadline: Instant) -> io::Result<Option<Self>> {
         let file = File::options()
             .create(true)

@@ -41,7 +41,7 @@ pub(crate) unsafe fn close_from(first: RawFd) -> io::Result<()> {
 /// `rustix` does not allow.
 ///
 /// # Errors
-/// Those of `getsockopt`.
+/// Errors of `getsockopt`.
 pub fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, u32)> {
     let ucred = libc::ucred { pid: 0, uid: 0, gid: 0 };
     // SAFETY: three integers.

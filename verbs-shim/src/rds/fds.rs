@@ -1,7 +1,7 @@
 //! Which descriptors may be RDS sockets, by one load and a comparison.
 //!
 //! A descriptor that was found to be another file stays so: its number becomes an RDS socket's only by calls that this library stands in
-//! front of (`socket`, `dup`, `fcntl`, `recvmsg` of `SCM_RIGHTS`), after which it is unknown and looked at anew. So descriptors that a
+//! front of (`socket`, `dup`, `fcntl`, `recvmsg` of `SCM_RIGHTS`), after which it is unknown and looked up again. So descriptors that a
 //! program has inherited are found, and one that is closed in a way not seen here does no harm.
 
 use std::{
@@ -39,7 +39,7 @@ pub(crate) fn key(fd: RawFd) -> Option<SocketKey> {
     may_be_socket(fd).then(|| key_of(fd)).flatten()
 }
 
-/// The same, looked at anew.
+/// The same, looked up again.
 pub(crate) fn key_of(fd: RawFd) -> Option<SocketKey> {
     if fd < 0 {
         return None;
