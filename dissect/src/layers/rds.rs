@@ -111,7 +111,10 @@ fn next_part(cx: &mut Cx<'_>, header: &Header, begun: Option<ExchangeId>) -> Rds
         fragments: 1,
         exchange: begun.or_else(|| exchange(cx, header)),
     };
-    cx.conn.rds[cx.direction as usize] = Some(part);
+    // An acknowledgement may be sent between two fragments of a message.
+    if header.kind() != Kind::Ack {
+        cx.conn.rds[cx.direction as usize] = Some(part);
+    }
     part
 }
 

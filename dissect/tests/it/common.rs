@@ -42,8 +42,12 @@ pub(crate) fn frames(name: &str) -> Vec<Frame> {
 
 /// Dissects a capture.
 pub(crate) fn dissect(name: &str) -> Vec<Dissection> {
+    dissect_packets(&frames(name))
+}
+
+/// Dissects packets, one after another.
+pub(crate) fn dissect_packets(packets: &[Frame]) -> Vec<Dissection> {
     let mut dissector = Dissector::new();
-    let packets = frames(name);
     let all = packets
         .iter()
         .map(|f| dissector.packet(&f.meta, &Packet::parse(&f.payload).unwrap()));

@@ -5,7 +5,10 @@ use std::collections::BTreeMap;
 use roce_bth::Opcode;
 use roce_pcap::{Rule, Severity};
 
-use crate::sent::{Sent, header, judge, last_byte, load, payload, private, seal};
+use crate::{
+    packets::Sent,
+    sent::{header, judge, last_byte, load, payload, private, seal},
+};
 
 type Damage = fn(&mut Vec<Sent>);
 

@@ -3,8 +3,21 @@
 use std::collections::BTreeMap;
 
 use ferroce_dissect::{Dissection, ExchangeId};
+use roce_bth::Packet;
 
-use crate::common::dissect;
+use crate::common::{Frame, count, dissect, dissect_packets, frames, summaries};
+
+const BTH_LEN: usize = 12;
+/// Length of an RDS header.
+const HEADER_LEN: usize = 48;
+
+fn psn(frame: &Frame) -> u32 {
+    Packet::parse(&frame.payload).unwrap().header.bth.psn.value()
+}
+
+fn set_psn(frame: &mut Frame, psn: u32) {
+    frame.payload[9..12].copy_from_slice(&psn.to_be_bytes()[1..]);
+}
 
 /// Summaries of the frames of each exchange, the transport's headers left out.
 fn by_exchange(name: &str) -> BTreeMap<ExchangeId, Vec<String>> {
@@ -103,6 +116,32 @@ fn fragments_and_acknowledgements_of_rds_belong_to_their_message() {
     let v4 = by_exchange("rds/connect-v4.pcap");
     let acked = v4.values().find(|t| has(t, "RDS acknowledgement, ack 1") == 1).unwrap();
     assert_eq!(has(acked, "RDS message seq 1"), 1);
+}
+
+#[test]
+fn an_acknowledgement_between_two_fragments_of_rds_is_no_part_of_their_message() {
+    let before = dissect("rds/connect-v6.pcap");
+    let place = |part: &str| before.iter().position(|d| d.summary().contains(part)).unwrap();
+    let (first, second) = (place("fragment 1 of 2"), place("fragment 2 of 2"));
+    let mut packets = frames("rds/connect-v6.pcap");
+    // The second fragment's SEND without sequence number, length, ports, flags and data.
+    let mut ack = packets[second].clone();
+    let header = &mut ack.payload[BTH_LEN..];
+    header[..8].fill(0);
+    header[16..26].fill(0);
+    ack.payload.drain(BTH_LEN + HEADER_LEN..ack.payload.len() - 4);
+    let psn = psn(&ack);
+    set_psn(&mut packets[second], psn + 1);
+    packets.insert(second, ack);
+    let after = dissect_packets(&packets);
+    let texts = summaries(&after, "RDS");
+    assert_eq!(
+        count(&texts, "RDS acknowledgement"),
+        count(&summaries(&before, "RDS"), "RDS acknowledgement") + 1
+    );
+    assert!(after[second + 1].summary().contains("fragment 2 of 2"), "{texts:#?}");
+    assert_eq!(after[second + 1].exchange, after[first].exchange);
+    assert_eq!(count(&texts, "bytes of data where"), 0, "{texts:#?}");
 }
 
 #[test]

@@ -4,7 +4,8 @@ use roce_pcap::{Report, Rule};
 
 use crate::{
     common::fixtures,
-    sent::{last_byte, load, of_upper, written},
+    packets::{Sent, written},
+    sent::{last_byte, load, of_upper},
 };
 
 /// Rule, first frame, host at fault, count.
@@ -69,7 +70,7 @@ fn kernels_and_odd_peers_break_the_rules_that_are_known() {
 
 #[test]
 fn conversations_say_what_was_not_checked() {
-    let check = |packets: &[crate::sent::Sent]| {
+    let check = |packets: &[Sent]| {
         ferroce_dissect::check_reader("x", &written(packets)[..], |_| {})
             .unwrap()
             .conversations

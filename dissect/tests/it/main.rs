@@ -7,6 +7,8 @@ mod exchanges;
 mod golden;
 mod judged;
 mod odd;
+#[path = "../../../roce/pcap/tests/support/sent.rs"]
+mod packets;
 mod recognized;
 mod sent;
 mod trees;

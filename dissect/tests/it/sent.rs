@@ -1,40 +1,18 @@
-//! Captures whose packets are changed and written again.
+//! Changes to the packets of captures of RDS and LNet.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 
-use roce_bth::Opcode;
-use roce_icrc::Flow;
-use roce_pcap::{Capture, Finding, Writer, decode};
+use roce_pcap::Finding;
 
-use crate::common::fixtures;
+use crate::{
+    common::fixtures,
+    packets::{self, Sent, written},
+};
 
 /// Bytes before the message of a MAD: BTH, DETH, MAD header.
 const CM_AT: usize = 12 + 8 + 24;
 
-/// Packet of a capture.
-#[derive(Clone)]
-pub(crate) struct Sent {
-    pub(crate) time_ns: u64,
-    pub(crate) src: SocketAddr,
-    dst: SocketAddr,
-    id: u16,
-    /// BTH to ICRC.
-    pub(crate) bytes: Vec<u8>,
-}
-
 impl Sent {
-    pub(crate) fn opcode(&self) -> Opcode {
-        Opcode::from_byte(self.bytes[0]).unwrap()
-    }
-
-    pub(crate) fn psn(&self) -> u32 {
-        u32::from_be_bytes([0, self.bytes[9], self.bytes[10], self.bytes[11]])
-    }
-
-    pub(crate) fn set_psn(&mut self, psn: u32) {
-        self.bytes[9..12].copy_from_slice(&psn.to_be_bytes()[1..]);
-    }
-
     /// Last byte of the sender's address.
     pub(crate) fn host(&self) -> u8 {
         last_byte(self.src.ip())
@@ -44,15 +22,6 @@ impl Sent {
         let (at, pad) = (self.opcode().info().header_len, usize::from(self.bytes[1] >> 4 & 3));
         let end = self.bytes.len() - 4 - pad;
         &mut self.bytes[at..end]
-    }
-
-    /// Changes the payload's length.
-    pub(crate) fn set_payload(&mut self, len: usize) {
-        let at = self.opcode().info().header_len;
-        let pad = len.wrapping_neg() & 3;
-        self.bytes[1] = self.bytes[1] & 0xcf | (pad as u8) << 4;
-        self.bytes.resize(at + len, 0);
-        self.bytes.resize(at + len + pad + 4, 0);
     }
 }
 
@@ -65,34 +34,7 @@ pub(crate) fn last_byte(ip: IpAddr) -> u8 {
 
 /// Reads the packets of a capture, in which all frames are RoCE.
 pub(crate) fn load(name: &str) -> Vec<Sent> {
-    let mut capture = Capture::open(fixtures().join(format!("{name}.pcap"))).unwrap();
-    let mut packets = vec![];
-    while let Some(frame) = capture.next_frame() {
-        let frame = frame.unwrap();
-        let datagram = decode(frame.link, frame.data).unwrap();
-        packets.push(Sent {
-            time_ns: frame.time_ns,
-            src: datagram.src,
-            dst: datagram.dst,
-            id: datagram.identification(),
-            bytes: datagram.payload.to_vec(),
-        });
-    }
-    packets
-}
-
-/// Returns a capture of the packets, with right ICRCs.
-pub(crate) fn written(packets: &[Sent]) -> Vec<u8> {
-    let mut writer = Writer::new(Vec::new()).unwrap();
-    for packet in packets {
-        let Sent {
-            time_ns, src, dst, id, ..
-        } = *packet;
-        let mut bytes = packet.bytes.clone();
-        Flow::try_from((src, dst)).unwrap().seal(id, &mut bytes);
-        writer.write(time_ns, src, dst, &bytes, id).unwrap();
-    }
-    writer.finish().unwrap()
+    packets::load(&fixtures().join(format!("{name}.pcap")))
 }
 
 /// Returns the findings about RDS and LNet in a capture of the packets.

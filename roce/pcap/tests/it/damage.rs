@@ -3,35 +3,14 @@
 use std::net::SocketAddr;
 
 use roce_bth::{Opcode, Packet, Psn};
-use roce_icrc::Flow;
-use roce_pcap::{Capture, Fault, Report, Rule, Severity, Verdict, Writer, check_reader, decode};
+use roce_pcap::{Fault, Report, Rule, Severity, Verdict, check_reader};
 
-use crate::common::{capture_of, ethernet, fixture, ip_datagram, packet, report_of, reseal, v4};
-
-/// Packet of a capture.
-#[derive(Clone)]
-pub(crate) struct Sent {
-    time_ns: u64,
-    src: SocketAddr,
-    dst: SocketAddr,
-    id: u16,
-    /// BTH to ICRC.
-    bytes: Vec<u8>,
-}
+use crate::{
+    common::{capture_of, ethernet, fixture, ip_datagram, packet, report_of, reseal, v4},
+    sent::{self, Sent, written},
+};
 
 impl Sent {
-    fn opcode(&self) -> Opcode {
-        Opcode::from_byte(self.bytes[0]).unwrap()
-    }
-
-    fn psn(&self) -> u32 {
-        u32::from_be_bytes([0, self.bytes[9], self.bytes[10], self.bytes[11]])
-    }
-
-    fn set_psn(&mut self, psn: u32) {
-        self.bytes[9..12].copy_from_slice(&psn.to_be_bytes()[1..]);
-    }
-
     fn set_opcode(&mut self, opcode: Opcode) {
         self.bytes[0] = opcode as u8;
     }
@@ -48,48 +27,10 @@ impl Sent {
     fn set_dma_len(&mut self, len: u32) {
         self.bytes[24..28].copy_from_slice(&len.to_be_bytes());
     }
-
-    /// Changes the payload's length, in whole words.
-    fn set_payload(&mut self, len: usize) {
-        let header = self.opcode().info().header_len;
-        self.bytes[1] &= 0xcf;
-        self.bytes.resize(header + len + 4, 0);
-    }
-
-    fn seal(&mut self) {
-        let flow = Flow::try_from((self.src, self.dst)).unwrap();
-        flow.seal(self.id, &mut self.bytes);
-    }
 }
 
 fn load(name: &str) -> Vec<Sent> {
-    let mut capture = Capture::open(fixture(name)).unwrap();
-    let mut packets = vec![];
-    while let Some(frame) = capture.next_frame() {
-        let frame = frame.unwrap();
-        let datagram = decode(frame.link, frame.data).unwrap();
-        packets.push(Sent {
-            time_ns: frame.time_ns,
-            src: datagram.src,
-            dst: datagram.dst,
-            id: datagram.identification(),
-            bytes: datagram.payload.to_vec(),
-        });
-    }
-    packets
-}
-
-/// Returns a capture of the packets, sealed.
-fn written(packets: &[Sent]) -> Vec<u8> {
-    let mut writer = Writer::new(Vec::new()).unwrap();
-    for packet in packets {
-        let mut packet = packet.clone();
-        packet.seal();
-        writer
-            .write(packet.time_ns, packet.src, packet.dst, &packet.bytes, packet.id)
-            .unwrap();
-    }
-    writer.finish().unwrap()
+    sent::load(&fixture(name))
 }
 
 fn judge(packets: &[Sent]) -> Report {

@@ -14,5 +14,7 @@ mod judge;
 mod judged;
 mod many;
 mod pairing;
+#[path = "../support/sent.rs"]
+mod sent;
 mod survey;
 mod tunnels;
