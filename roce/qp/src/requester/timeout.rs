@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     context::{Call, QpContext},
-    sendq::Kind,
+    sendq::{Kind, SendWqe},
     tx::{Step, TxKind, TxSink},
 };
 
@@ -22,7 +22,7 @@ use crate::{
 const LAST_IDLE_READ_STAGE: [u32; 2] = [3, 0];
 
 impl Requester {
-    /// Sends the newest packet again, so that the peer acknowledges all packets or reports a gap.
+    /// Sends the newest packet that is no READ again, so that the peer acknowledges all packets or reports a gap.
     ///
     /// If the oldest outstanding request is a READ, its next part is requested instead.
     pub(crate) fn transmit_probe(&mut self, call: &mut Call<'_>, tx: &mut impl TxSink) -> Step {
@@ -66,11 +66,17 @@ impl Requester {
             let (from, to) = (self.una, self.read_end(call, wqe, self.una));
             return Some(Request { index, from, to });
         }
-        let last = self.sent_end(call.qp).prev();
-        let index = self.sq.index_of(last)?;
+        let end = self.sent_end(call.qp);
+        let last = self.sq.index_of(end.prev())?;
         // Responses to a READ that is not the oldest would be dropped.
-        let (from, to) = (last, last.plus(1));
-        (self.sq.wqes[index].kind() != Kind::Read).then_some(Request { index, from, to })
+        let is_probe = |wqe: &SendWqe| wqe.packets > 0 && wqe.kind() != Kind::Read;
+        let index = (0..=last).rfind(|&index| is_probe(&self.sq.wqes[index]))?;
+        let to = self.sq.wqes[index].end().min(end);
+        Some(Request {
+            index,
+            from: to.prev(),
+            to,
+        })
     }
 
     /// Returns the time when [`Requester::handle_timeout`] must be called next.

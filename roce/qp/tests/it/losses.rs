@@ -76,7 +76,9 @@ const LOSSES: [Loss; 20] = [
     }),
     ("two requests", |s| lost(s.is_request(3..4) || s.is_request(7..8))),
     ("four requests in a row", |s| lost(s.is_request(2..6))),
-    ("all requests after the second", |s| lost(s.is_request(2..16))),
+    ("all requests after the second, once", |s| {
+        lost(s.is_request(2..FULL) && s.before == 0)
+    }),
     ("every fifth request", |s| lost(s.is_request(0..60) && s.n % 5 == 4)),
     ("the first answer", |s| lost(s.is_answer(0..1))),
     ("an answer", |s| lost(s.is_answer(3..4))),
@@ -84,10 +86,14 @@ const LOSSES: [Loss; 20] = [
         lost(s.is_answer(2..3) || s.dir == Dir::BtoA && s.before == 1)
     }),
     ("four answers in a row", |s| lost(s.is_answer(1..5))),
-    ("all answers after the second", |s| lost(s.is_answer(2..16))),
+    ("all answers after the second, once", |s| {
+        lost(s.is_answer(2..FULL) && s.before == 0)
+    }),
     ("every third answer", |s| lost(s.is_answer(0..60) && s.n % 3 == 2)),
     ("every seventh packet", |s| lost(s.n < 100 && s.n % 7 == 3)),
-    ("all packets, for a while", |s| lost((2..9).contains(&s.n))),
+    ("all packets behind the second, once", |s| {
+        lost(s.n >= 2 && s.before == 0)
+    }),
     ("none; a request is two late", |s| late(s.is_request(3..4), 2)),
     ("none; a request is nine late", |s| late(s.is_request(3..4), 9)),
     ("none; every fourth packet comes twice", |s| match s.n % 4 {
@@ -95,6 +101,9 @@ const LOSSES: [Loss; 20] = [
         _ => Fate::Deliver,
     }),
 ];
+
+/// Milliseconds in which no packet arrives. What is retransmitted in them is lost, too.
+const OUTAGES: [u64; 4] = [5, 50, 200, 700];
 
 /// Number of requests of the longest load.
 const FULL: usize = 40;
@@ -140,8 +149,9 @@ fn pair(quiet: bool, keeps: bool) -> Pair {
     p
 }
 
-/// Runs a load and checks that everything has arrived. Returns its cost: microseconds, packets of both ways, packets sent again.
-fn cost(p: &mut Pair, load: &[(Kind, usize)], fate: fn(&Sent) -> Fate) -> String {
+/// Runs a load, during an outage first, and checks that everything has arrived. Returns its cost: microseconds, packets of both ways,
+/// packets sent again.
+fn cost(p: &mut Pair, load: &[(Kind, usize)], outage: Duration, fate: fn(&Sent) -> Fate) -> String {
     let total: usize = load.iter().map(|(_, packets)| packets * MTU).sum();
     let (here, there) = (p.a.filled(total, 3), p.b.filled(total, 5));
     let (results, sum) = (p.a.region(8 * load.len()), p.b.region(8));
@@ -164,6 +174,12 @@ fn cost(p: &mut Pair, load: &[(Kind, usize)], fate: fn(&Sent) -> Fate) -> String
         place += len;
     }
     let (begun, mut seen, mut count) = (p.now, BTreeMap::new(), [0; 2]);
+    if !outage.is_zero() {
+        p.run_with(outage, |dir, _| {
+            count[dir as usize] += 1;
+            Fate::Drop
+        });
+    }
     p.run_with(LONG, |dir, packet: &Packet<'_>| {
         let before = seen.entry((dir as u8, packet.header.bth.psn.value())).or_insert(0);
         let sent = Sent {
@@ -175,10 +191,17 @@ fn cost(p: &mut Pair, load: &[(Kind, usize)], fate: fn(&Sent) -> Fate) -> String
         fate(&sent)
     });
     check(p, load, [&here, &there]);
+    let took = Duration::from_nanos(p.now.as_nanos() - begun.as_nanos());
+    // Timeouts double. None is longer than the quarter of a second that takes a retry.
+    let most = outage + outage.clamp(Duration::from_millis(32), Duration::from_millis(250));
+    assert!(
+        outage.is_zero() || took < most + Duration::from_millis(1),
+        "{took:?} for an outage of {outage:?}"
+    );
     let c = (&p.a.counters, &p.b.counters);
     format!(
         "{:6} us {:3}+{:3}, {:2}+{:2} again, {} {} {}",
-        (p.now.as_nanos() - begun.as_nanos()) / 1000,
+        took.as_micros(),
         count[0],
         count[1],
         c.0.retransmits,
@@ -233,8 +256,15 @@ fn a_loss_costs_what_it_must() {
             for (peer, quiet, keeps) in PEERS {
                 next(format!(
                     "    {peer:9} {}",
-                    cost(&mut pair(quiet, keeps), messages, fate)
+                    cost(&mut pair(quiet, keeps), messages, Duration::ZERO, fate)
                 ));
+            }
+        }
+        for outage in OUTAGES.map(Duration::from_millis) {
+            next(format!("{load}; lost: all packets for {outage:?}"));
+            for (peer, quiet, keeps) in PEERS {
+                let cost = cost(&mut pair(quiet, keeps), messages, outage, |_| Fate::Deliver);
+                next(format!("    {peer:9} {cost}"));
             }
         }
     }

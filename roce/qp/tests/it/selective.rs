@@ -102,8 +102,10 @@ fn a_probe_requests_a_lost_read_for_which_the_window_has_no_room() {
         a.timeout();
         a.drain()
     };
-    assert!(
-        timeout(&mut p.a).is_empty(),
+    let probe = timeout(&mut p.a);
+    assert_eq!(
+        psns(&probe),
+        [Psn::new(p.setup.psn)],
         "a READ behind the oldest packet is no probe"
     );
     let again = timeout(&mut p.a);
