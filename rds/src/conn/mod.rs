@@ -59,6 +59,8 @@ pub(crate) struct Connection {
     probe_at: Option<Instant>,
     /// It was asked, over this link.
     probed: bool,
+    /// Time of its earliest entry in the timer heap.
+    pub(crate) armed: Option<Instant>,
 }
 
 impl Connection {
@@ -78,6 +80,7 @@ impl Connection {
             ack_at: None,
             probe_at: None,
             probed: false,
+            armed: None,
         }
     }
 

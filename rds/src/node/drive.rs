@@ -117,6 +117,10 @@ impl Node {
     pub fn end_batch(&mut self, cx: &mut Cx<'_>) {
         while let Some(key) = self.dirty.pop_first() {
             self.pump(cx, key);
+            if let Some(connection) = self.connections.get_mut(&key) {
+                let deadline = connection.next_timeout();
+                self.timers.update(key, &mut connection.armed, deadline);
+            }
         }
         self.deregister_freed(cx.provider);
     }
@@ -148,17 +152,18 @@ impl Node {
 
     /// Does what is due.
     pub fn timeout(&mut self, cx: &mut Cx<'_>) {
-        let now = cx.now;
-        let due = self
-            .connections
-            .values()
-            .filter(|c| c.next_timeout().is_some_and(|at| at <= now));
-        self.dirty.extend(due.map(|connection| connection.key));
+        while let Some((at, key)) = self.timers.pop_due(cx.now) {
+            // What an entry of another time was for has been done, or has one that is earlier.
+            if let Some(connection) = self.connections.get_mut(&key).filter(|c| c.armed == Some(at)) {
+                connection.armed = None;
+                self.dirty.insert(key);
+            }
+        }
         self.end_batch(cx);
     }
 
-    /// When to call [`timeout`](Self::timeout); `None`: nothing will be due by itself.
+    /// When to call [`timeout`](Self::timeout), or earlier; `None`: nothing will be due by itself.
     pub fn next_timeout(&self) -> Option<Instant> {
-        self.connections.values().filter_map(|c| c.next_timeout()).min()
+        self.timers.peek().map(|(at, _)| at)
     }
 }

@@ -11,7 +11,10 @@ mod sockets;
 use core::net::{IpAddr, SocketAddr};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use roce_verbs::provider::{CmRef, Cx, DeviceIx, MrId, PdId, Provider, QpId, VerbsError};
+use roce_verbs::{
+    TimerHeap,
+    provider::{CmRef, Cx, DeviceIx, MrId, PdId, Provider, QpId, VerbsError},
+};
 use slab::Slab;
 
 use crate::{
@@ -125,6 +128,8 @@ pub struct Node {
     stalled: BTreeSet<PairKey>,
     /// Connections that have something to post.
     dirty: BTreeSet<PairKey>,
+    /// Deadlines of connections.
+    timers: TimerHeap<PairKey>,
     out: VecDeque<Output>,
     counters: Counters,
 }
@@ -164,6 +169,7 @@ impl Node {
             starved: Vec::new(),
             stalled: BTreeSet::new(),
             dirty: BTreeSet::new(),
+            timers: TimerHeap::default(),
             out: VecDeque::new(),
             counters: Counters::default(),
         };
@@ -250,6 +256,7 @@ impl Node {
             .for_each(|listener| cx.provider.cm_destroy(*listener));
         self.connections.clear();
         self.dirty.clear();
+        self.timers = TimerHeap::default();
         let links: Vec<LinkId> = self.links.iter().map(|(id, _)| id).collect();
         for link in links {
             self.close_link(cx.provider, link);

@@ -42,7 +42,6 @@ mod qpn;
 mod qps;
 mod rx;
 mod steering;
-mod timers;
 mod tx;
 
 pub use crate::cm::{

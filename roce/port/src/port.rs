@@ -11,7 +11,9 @@ use roce_bth::{Psn, Qpn};
 use roce_icrc::IdSolver;
 use roce_qp::{Ctx, FreePaces, QueuePair, Window};
 use roce_verbs::mem::MemoryTable;
-use roce_verbs::{AsyncEvent, Instant, RecvWr, SendRequest, SendWr, Target, provider::VerbsError, wr::PostError};
+use roce_verbs::{
+    AsyncEvent, Instant, RecvWr, SendRequest, SendWr, Target, TimerHeap, provider::VerbsError, wr::PostError,
+};
 use slab::Slab;
 
 use crate::{
@@ -25,7 +27,6 @@ use crate::{
     peer::{PeerKey, Peers},
     persist::{Persisted, Persisting},
     qpn::QpnTable,
-    timers::TimerHeap,
 };
 
 /// RoCE port, sans-IO. The crate's documentation describes how to drive it.
@@ -50,7 +51,7 @@ pub struct Port {
     pub(crate) partings: VecDeque<Parting>,
     /// Queue pairs that may have packets to send, in the order of their turns.
     pub(crate) ready: VecDeque<Qpn>,
-    pub(crate) timers: TimerHeap,
+    pub(crate) timers: TimerHeap<Qpn>,
     /// `None`: another port of the address has it.
     pub(crate) gsi: Option<Box<Gsi>>,
     /// Reports for the port that has the GSI.

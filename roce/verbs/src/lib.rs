@@ -19,6 +19,7 @@ mod numbered;
 pub mod provider;
 mod shown;
 mod time;
+mod timers;
 mod to_rts;
 pub mod wc;
 pub mod wr;
@@ -32,6 +33,7 @@ pub use hash::{AddressHasher, AddressHashes, NumberHasher};
 pub use roce_bth::{LKey, Msn, PKey, Placement, Psn, QKey, Qpn, RKey, RnrTimer, Selectivity, Srqn};
 pub use shown::{Shown, shown};
 pub use time::Instant;
+pub use timers::TimerHeap;
 pub use wc::{Completion, WcFlags, WcOpcode, WcStatus};
 pub use wr::{
     Datagram, Flush, Payload, RecvWr, RemoteAddr, SendFlags, SendOp, SendRequest, SendWr, Sge, Target, WrOpcode,
