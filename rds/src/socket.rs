@@ -197,9 +197,10 @@ impl Socket {
         (len, becomes.then_some(PortChange::Freed))
     }
 
-    /// Returns whether its port is congested.
-    pub(crate) fn is_congested(&self) -> bool {
-        self.congested
+    /// No message comes any more. Returns its address, and how its port changes by that.
+    pub(crate) fn stop_receiving(&mut self) -> (Option<SocketAddr>, Option<PortChange>) {
+        let was_congested = core::mem::take(&mut self.congested);
+        (self.bound, was_congested.then_some(PortChange::Freed))
     }
 
     /// Switches reports of ports on or off. Ports that refused it before are not reported.
@@ -274,13 +275,13 @@ mod tests {
         let changes: Vec<_> = (0..3).map(|_| socket.push(message(4096))).collect();
         assert_eq!(changes, [None, None, Some(PortChange::Congested)]);
         assert!(
-            (0..3).all(|_| socket.pop().is_some()) && socket.is_congested(),
+            (0..3).all(|_| socket.pop().is_some()) && socket.congested,
             "taken is not read"
         );
         let changes: Vec<_> = (0..3).map(|_| socket.read(4096).1).collect();
         // With 8192 and 4096 bytes it still is.
         assert_eq!(changes, [None, None, Some(PortChange::Freed)]);
-        assert!(!socket.is_congested() && socket.pop().is_none());
+        assert!(!socket.congested && socket.pop().is_none());
     }
 
     #[test]

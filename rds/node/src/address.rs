@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -18,6 +18,8 @@ pub(crate) struct Address {
     /// Programs' sockets by the node's.
     pub(crate) sockets: BTreeMap<SocketId, usize>,
     state: StateFile,
+    /// Interface of an address that means nothing without.
+    interface: Option<u32>,
     /// Connections that may have received since they were recorded.
     unrecorded: BTreeSet<PairKey>,
     /// The pages of its sockets say that a port is congested.
@@ -40,6 +42,7 @@ impl Address {
         addr: IpAddr,
         config: &rds::Config,
         (state, former): (StateFile, BTreeMap<PairKey, PairState>),
+        interface: Option<u32>,
     ) -> Result<Self, VerbsError> {
         let config = rds::Config {
             first_sequence: first_sequence(),
@@ -49,9 +52,18 @@ impl Address {
             node: Node::listen(cx, config, &[addr], former)?,
             sockets: BTreeMap::new(),
             state,
+            interface,
             unrecorded: BTreeSet::new(),
             is_congested: false,
         })
+    }
+
+    /// Returns whether it is at the interface that a name of it says.
+    pub(crate) fn is_on(&self, named: SocketAddr) -> bool {
+        match (named, self.interface) {
+            (SocketAddr::V6(named), Some(own)) => named.scope_id() == own,
+            _ => true,
+        }
     }
 
     /// Records the numbers that this turn uses, before it does.

@@ -4,6 +4,8 @@ use std::{path::PathBuf, time::Duration};
 
 use roce::JoinConfig;
 
+use crate::program;
+
 /// Limits of programs. Beyond them a request is refused with `ENOBUFS`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
@@ -17,6 +19,9 @@ pub struct Limits {
     pub buffers: usize,
     /// Control connections of a process.
     pub process_connections: usize,
+    /// Bytes that wait in a socket's pair for its program; longer messages go there as memory files. Without the right to exceed
+    /// `net.core.wmem_max` that is the limit.
+    pub pair: usize,
 }
 
 impl Default for Limits {
@@ -27,6 +32,7 @@ impl Default for Limits {
             process_buffers: 512 << 20,
             buffers: 2 << 30,
             process_connections: 128,
+            pair: program::MAX_RECORD,
         }
     }
 }

@@ -46,6 +46,14 @@ fn canonical(addr: SocketAddr) -> SocketAddr {
     }
 }
 
+/// The same with the interface of another.
+fn with_interface(mut addr: SocketAddr, of: SocketAddr) -> SocketAddr {
+    if let (SocketAddr::V6(addr), SocketAddr::V6(of)) = (&mut addr, of) {
+        addr.set_scope_id(of.scope_id());
+    }
+    addr
+}
+
 /// Returns the error number of a system call that failed.
 fn refused(e: &io::Error) -> Errno {
     Errno::from_io_error(e).unwrap_or(Errno::NOMEM)
@@ -205,10 +213,12 @@ impl Server {
                 break key;
             }
         };
-        let (program, theirs) = Program::new(key, process).map_err(|e| refused(&e))?;
+        let (program, theirs) = Program::new(key, process, self.config.limits.pair).map_err(|e| refused(&e))?;
         let page = program.page_file.try_clone().map_err(|e| refused(&e))?;
         let buffers = program.reserved();
-        if !self.quotas.add_socket(process, buffers, &self.config.limits) {
+        if !self.quotas.add_socket(process, buffers, &self.config.limits)
+            && !(self.close_hung_up(turn, process) && self.quotas.add_socket(process, buffers, &self.config.limits))
+        {
             self.refused += 1;
             tracing::info!("process {process} gets no further socket: limit reached");
             return Err(Errno::NOBUFS);
@@ -262,14 +272,29 @@ impl Server {
         };
         program.is_binding = false;
         let address = self.addrs.get_mut(&addr.ip()).ok_or(Errno::ADDRNOTAVAIL)?;
+        if !address.is_on(addr) {
+            tracing::info!("{addr}: its interface is another one");
+            return Err(Errno::ADDRNOTAVAIL);
+        }
         let node = &mut address.node;
+        // The program may have closed another socket there before: the event for that comes later.
+        if let Some(holder) = node.bound_to(addr)
+            && let Some(Entry::Program(program)) =
+                address.sockets.get(&holder).and_then(|index| self.entries.get(*index))
+            && program.is_hung_up()
+        {
+            let _ = node.release_port(holder);
+        }
         let id = node.socket().map_err(errno::of_call)?;
         let bound = match node.bind(id, addr, random) {
-            Ok(bound) => bound,
+            Ok(bound) => with_interface(bound, addr),
             Err(e) => {
                 let _ = node.close(id);
                 return Err(errno::of_call(e));
             }
+        };
+        let Some(Entry::Program(program)) = self.entries.get_mut(index) else {
+            return Err(Errno::NOTSOCK);
         };
         let (send, recv) = program.buffers;
         let _ = node.set_buffers(id, Some(send), Some(recv));

@@ -7,6 +7,7 @@ use roce::{
     NewDevice,
     reactor::{JobTicket, TurnCx},
 };
+use roce_net::iface;
 use roce_verbs::provider::VerbsError;
 
 use crate::{config::Config, state::StateFile};
@@ -25,6 +26,18 @@ pub(crate) struct Opened {
     /// `None`: it was open.
     pub(crate) device: Option<Result<Box<NewDevice>, VerbsError>>,
     pub(crate) state: io::Result<(StateFile, BTreeMap<PairKey, PairState>)>,
+    /// Interface of an address that means nothing without.
+    pub(crate) interface: Option<u32>,
+}
+
+/// Interface of a link-local address: number and name.
+fn interface(addr: IpAddr) -> Option<(u32, String)> {
+    match addr {
+        IpAddr::V6(v6) if v6.is_unicast_link_local() => {
+            Some((iface::index_of(addr).ok()?, iface::interface_of(addr).ok()?.0))
+        }
+        _ => None,
+    }
 }
 
 /// Opens an address in another thread: it waits for the broker and for files.
@@ -36,8 +49,15 @@ pub(crate) fn open(turn: &TurnCx<'_, Opened>, config: &Config, addr: IpAddr, has
             let opened = opener.open(addr)?.pop();
             opened.map(Box::new).ok_or(VerbsError::Closed)
         });
-        let state = StateFile::open(&dir, addr);
-        job.finish(Opened { addr, device, state });
+        let link = interface(addr);
+        let (index, name) = link.unzip();
+        let state = StateFile::open(&dir, addr, name.as_deref());
+        job.finish(Opened {
+            addr,
+            device,
+            state,
+            interface: index,
+        });
     };
     if let Err(e) = thread::Builder::new().name("rds-open".into()).spawn(work) {
         // The job is over: that is reported.

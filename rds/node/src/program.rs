@@ -11,6 +11,7 @@ use std::{
 use rds::{Attachment, MessageInfo, Node, Received, SocketId, proto::RdmaCookie};
 use rds_local::{MAX_MESSAGE, Op, Page, RecvHeader, RecvKind, SendHeader, SocketKey};
 use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{
         AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair,
@@ -28,6 +29,8 @@ const BATCH: usize = 32;
 pub(crate) const MAX_PACKET: usize = SendHeader::LEN + 64 + 16 * rds_local::MAX_LOCAL + MAX_MESSAGE;
 /// Bytes that a packet takes beside its data, as the system checks its length.
 const OVERHEAD: usize = 256;
+/// Longest packet to a program, as the system checks its length.
+pub(crate) const MAX_RECORD: usize = RecvHeader::LEN + MAX_MESSAGE + OVERHEAD;
 
 /// Message as bytes for the program.
 #[derive(Debug)]
@@ -125,15 +128,14 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Makes a socket. Returns the program's end, too.
-    pub(crate) fn new(key: SocketKey, process: u32) -> io::Result<(Self, OwnedFd)> {
+    /// Makes a socket, with so many bytes for what its program has not read. Returns the program's end, too.
+    pub(crate) fn new(key: SocketKey, process: u32, pair: usize) -> io::Result<(Self, OwnedFd)> {
         let flags = SocketFlags::CLOEXEC;
         let (end, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         key.name_end(end.as_fd())?;
-        let room = RecvHeader::LEN + MAX_MESSAGE + OVERHEAD;
-        // Without the right to that it is as much as all may have; longer messages go in files.
-        if set_socket_send_buffer_size_force(&end, room).is_err() {
-            set_socket_send_buffer_size(&end, room)?;
+        // Without the right to that it is as much as all may have.
+        if set_socket_send_buffer_size_force(&end, pair).is_err() {
+            set_socket_send_buffer_size(&end, pair)?;
         }
         let room = socket_send_buffer_size(&end)?;
         let (page, page_file) = Page::create()?;
@@ -175,6 +177,23 @@ impl Program {
     /// Address that it is bound to.
     pub(crate) fn bound(&self, node: &Node) -> Option<SocketAddr> {
         node.names(self.at?.1).ok()?.0
+    }
+
+    /// Returns whether the program has closed it, as the system knows at once.
+    pub(crate) fn is_hung_up(&self) -> bool {
+        let mut fds = [PollFd::new(&self.end, PollFlags::empty())];
+        let polled = poll(&mut fds, Some(&Timespec::default()));
+        polled.is_ok() && fds[0].revents().contains(PollFlags::HUP)
+    }
+
+    /// Address of a peer as the program sees it: one of a link has the interface of the socket's own.
+    fn on_link(&self, mut peer: SocketAddr) -> SocketAddr {
+        if let (SocketAddr::V6(peer), Some(SocketAddr::V6(own))) = (&mut peer, self.page.bound())
+            && peer.ip().is_unicast_link_local()
+        {
+            peer.set_scope_id(own.scope_id());
+        }
+        peer
     }
 
     /// Messages in the pair.
@@ -314,7 +333,7 @@ impl Program {
         let packet = match node.take(id) {
             Ok(Received::Message(message)) => {
                 let kind = RecvKind::Message(message.cookie.map(|cookie| cookie.0));
-                let header = RecvHeader::new(kind, Some(message.from), time, message.data.len());
+                let header = RecvHeader::new(kind, Some(self.on_link(message.from)), time, message.data.len());
                 let info = bound.map(|to| MessageInfo {
                     sequence: message.sequence,
                     len: message.data.len(),

@@ -244,6 +244,22 @@ impl Server {
         }
     }
 
+    /// Closes the sockets of a process that it has closed, though the events for that come later. Returns whether there were any.
+    pub(crate) fn close_hung_up(&mut self, turn: &TurnCx<'_, Opened>, process: u32) -> bool {
+        let gone = |(index, entry): (usize, &Entry)| match entry {
+            Entry::Program(program) if program.process == process && program.is_hung_up() => Some(index),
+            _ => None,
+        };
+        let gone: Vec<usize> = self.entries.iter().filter_map(gone).collect();
+        for index in &gone {
+            if let Some(Entry::Program(program)) = self.entries.get_mut(*index) {
+                program.readable = true;
+            }
+            self.read_program(turn, *index);
+        }
+        !gone.is_empty()
+    }
+
     /// Clients that wait until a socket may send.
     pub(crate) fn waiting_for(&self, socket: usize) -> Vec<usize> {
         let is_of = |index: &usize| match self.entries.get(*index) {

@@ -41,7 +41,9 @@ impl Server {
             Errno::IO
         })?;
         let rds = self.config.rds.clone();
-        let address = with_cx(turn, &mut self.rng, |cx| Address::listen(cx, addr, &rds, state));
+        let address = with_cx(turn, &mut self.rng, |cx| {
+            Address::listen(cx, addr, &rds, state, opened.interface)
+        });
         let address = address.map_err(|e| {
             failed("listened at", &e);
             errno::of_open(&e)

@@ -86,9 +86,12 @@ pub struct StateFile {
 }
 
 impl StateFile {
-    /// Returns the path of an address's file.
-    pub fn path(dir: &Path, local: IpAddr) -> PathBuf {
-        dir.join(format!("rds-{local}.state"))
+    /// Returns the path of an address's file. `interface`: of an address that others may have at other interfaces.
+    pub fn path(dir: &Path, local: IpAddr, interface: Option<&str>) -> PathBuf {
+        match interface {
+            Some(interface) => dir.join(format!("rds-{local}%{interface}.state")),
+            None => dir.join(format!("rds-{local}.state")),
+        }
     }
 
     /// Opens the file of an address, or makes it. Returns what it has of former processes. One that can't be read is renamed to
@@ -96,8 +99,12 @@ impl StateFile {
     ///
     /// # Errors
     /// When the system refuses.
-    pub fn open(dir: &Path, local: IpAddr) -> io::Result<(Self, BTreeMap<PairKey, PairState>)> {
-        let path = Self::path(dir, local);
+    pub fn open(
+        dir: &Path,
+        local: IpAddr,
+        interface: Option<&str>,
+    ) -> io::Result<(Self, BTreeMap<PairKey, PairState>)> {
+        let path = Self::path(dir, local, interface);
         match Self::load(&path, local) {
             Ok(loaded) => Ok(loaded),
             Err(StateError::Io(e)) => Err(e),
@@ -264,35 +271,54 @@ mod tests {
         }
     }
 
+    fn open(dir: &Path, local: IpAddr) -> io::Result<(StateFile, BTreeMap<PairKey, PairState>)> {
+        StateFile::open(dir, local, None)
+    }
+
     #[test]
     fn what_was_recorded_is_there_after_a_restart() {
         let dir = tempfile::tempdir().unwrap();
-        let (mut file, former) = StateFile::open(dir.path(), addr(1)).unwrap();
+        let (mut file, former) = open(dir.path(), addr(1)).unwrap();
         assert!(former.is_empty());
         file.record(key(2, 0), state(5));
         file.record(key(3, 8), state(7));
         file.record(key(2, 0), state(6));
         // As a killed process leaves it.
         std::mem::forget(file);
-        let (mut file, former) = StateFile::open(dir.path(), addr(1)).unwrap();
+        let (mut file, former) = open(dir.path(), addr(1)).unwrap();
         assert_eq!(former, [(key(2, 0), state(6)), (key(3, 8), state(7))].into());
         file.record(key(4, 0), state(9));
         file.record(key(3, 8), state(8));
         drop(file);
-        let (_, former) = StateFile::open(dir.path(), addr(1)).unwrap();
+        let (_, former) = open(dir.path(), addr(1)).unwrap();
         assert_eq!(
             former,
             [(key(2, 0), state(6)), (key(3, 8), state(8)), (key(4, 0), state(9))].into()
         );
         let six = IpAddr::V6("2001:db8::1".parse().unwrap());
-        assert!(StateFile::open(dir.path(), six).unwrap().1.is_empty());
+        assert!(open(dir.path(), six).unwrap().1.is_empty());
+    }
+
+    #[test]
+    fn a_link_local_address_has_a_file_for_each_interface() {
+        let dir = tempfile::tempdir().unwrap();
+        let local: IpAddr = "fe80::1".parse().unwrap();
+        let key = PairKey {
+            local,
+            remote: "fe80::2".parse().unwrap(),
+            tos: 0,
+        };
+        let open = |interface| StateFile::open(dir.path(), local, Some(interface)).unwrap();
+        open("eth0").0.record(key, state(5));
+        assert!(open("eth1").1.is_empty());
+        assert_eq!(open("eth0").1, [(key, state(5))].into());
     }
 
     #[test]
     fn a_spoilt_file_is_set_aside() {
         let dir = tempfile::tempdir().unwrap();
-        let path = StateFile::path(dir.path(), addr(1));
-        let (mut file, _) = StateFile::open(dir.path(), addr(1)).unwrap();
+        let path = StateFile::path(dir.path(), addr(1), None);
+        let (mut file, _) = open(dir.path(), addr(1)).unwrap();
         file.record(key(2, 0), state(5));
         drop(file);
         let good = fs::read(&path).unwrap();
@@ -300,17 +326,17 @@ mod tests {
             let mut bad = good.clone();
             bad[at] ^= 0x40;
             fs::write(&path, &bad).unwrap();
-            let (_, former) = StateFile::open(dir.path(), addr(1)).unwrap();
+            let (_, former) = open(dir.path(), addr(1)).unwrap();
             assert!(former.is_empty(), "byte {at}");
             assert_eq!(fs::read(path.with_extension("state.corrupt")).unwrap(), bad);
         }
         for len in 1..good.len() {
             fs::write(&path, &good[..len]).unwrap();
-            let (_, former) = StateFile::open(dir.path(), addr(1)).unwrap();
+            let (_, former) = open(dir.path(), addr(1)).unwrap();
             assert!(former.is_empty(), "{len} bytes");
         }
         fs::write(&path, vec![0; LEN * (MAX_RECORDS + 2)]).unwrap();
-        assert!(StateFile::open(dir.path(), addr(1)).unwrap().1.is_empty());
+        assert!(open(dir.path(), addr(1)).unwrap().1.is_empty());
     }
 
     #[test]
@@ -321,15 +347,15 @@ mod tests {
             remote: [10, 0, (n >> 8) as u8, n as u8].into(),
             tos: 0,
         };
-        let (mut file, _) = StateFile::open(dir.path(), addr(1)).unwrap();
+        let (mut file, _) = open(dir.path(), addr(1)).unwrap();
         (0..MAX_RECORDS + 5).for_each(|n| file.record(many(n), state(n as u64)));
         assert_eq!(file.slots.len(), MAX_RECORDS, "those in use stay");
         drop(file);
-        let (mut file, former) = StateFile::open(dir.path(), addr(1)).unwrap();
+        let (mut file, former) = open(dir.path(), addr(1)).unwrap();
         assert_eq!(former.len(), MAX_RECORDS);
         file.record(key(9, 0), state(1));
         drop(file);
-        let (_, former) = StateFile::open(dir.path(), addr(1)).unwrap();
+        let (_, former) = open(dir.path(), addr(1)).unwrap();
         assert!(former.len() == MAX_RECORDS && former.contains_key(&key(9, 0)));
     }
 }

@@ -16,6 +16,11 @@ use crate::{
 /// Lowest port that a socket may have: 0 is the ping's, 1 the node's.
 const LOWEST_PORT: u16 = 2;
 
+/// Address without the interface: a node has each address once.
+fn unscoped(addr: SocketAddr) -> SocketAddr {
+    SocketAddr::new(addr.ip(), addr.port())
+}
+
 impl Node {
     /// Creates a socket.
     ///
@@ -50,11 +55,25 @@ impl Node {
             link.operations.forget(id);
         }
         self.free_regions_of(id);
+        self.release_port(id)?;
         let socket = self.sockets.remove(id.0 as usize);
         self.was_read(socket.unread());
-        if let Some(bound) = socket.bound {
+        Ok(())
+    }
+
+    /// Socket that has a port.
+    pub fn bound_to(&self, addr: SocketAddr) -> Option<SocketId> {
+        self.bound.get(&unscoped(addr)).copied()
+    }
+
+    /// Frees the port of a socket whose program can't receive any more. Messages that it has sent still leave, in its name.
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn release_port(&mut self, id: SocketId) -> Result<(), Error> {
+        let (bound, freed) = self.get(id)?.stop_receiving();
+        if let Some(bound) = bound.filter(|bound| self.bound.get(bound) == Some(&id)) {
             self.bound.remove(&bound);
-            let freed = socket.is_congested().then_some(crate::socket::PortChange::Freed);
             self.port_changed(bound, freed);
         }
         Ok(())
@@ -72,12 +91,12 @@ impl Node {
         if !self.addrs.contains(&to.ip()) {
             return Err(Error::NotOurs);
         }
+        let mut bound = unscoped(to);
         let free = |port: &u16| *port >= LOWEST_PORT && !self.bound.contains_key(&SocketAddr::new(to.ip(), *port));
         let port = match to.port() {
             0 => (0..=u16::MAX).map(|n| random.wrapping_add(n)).find(free),
             port => Some(port).filter(free),
         };
-        let mut bound = to;
         bound.set_port(port.ok_or(Error::InUse)?);
         self.bound.insert(bound, id);
         self.get(id)?.bound = Some(bound);

@@ -28,12 +28,7 @@ pub(crate) fn bind(key: SocketKey, fd: c_int, name: *const sockaddr, len: sockle
     if socket.page.bound().is_some() {
         return Err(Errno::INVAL);
     }
-    let ask = || control::ask(&Request::Bind(key, addr), &[]).map(drop);
-    match ask() {
-        // The node may hear later of a socket that was closed before this call, but then before the next one.
-        Err(Errno(libc::EADDRINUSE)) => ask(),
-        other => other,
-    }
+    control::ask(&Request::Bind(key, addr), &[]).map(drop)
 }
 
 pub(crate) fn connect(key: SocketKey, fd: c_int, name: *const sockaddr, len: socklen_t) -> Result<()> {

@@ -119,13 +119,13 @@ fn a_killed_node_loses_no_order_and_doubles_nothing() {
         take(&far, &mut at_far_last, &mut far_count);
         thread::sleep(Duration::from_millis(50 * round));
     }
-    assert!(StateFile::path(dir.path(), addr).exists());
+    assert!(StateFile::path(dir.path(), addr, None).exists());
 }
 
 #[test]
 fn a_spoilt_state_file_is_set_aside_and_the_address_serves() {
     let host = Host::new(|_| {});
-    let path = StateFile::path(host.dir.path(), host.addr);
+    let path = StateFile::path(host.dir.path(), host.addr, None);
     std::fs::write(&path, b"not a state file").unwrap();
     let program = host.program();
     let socket = bind(&program, (host.addr, 4000).into());

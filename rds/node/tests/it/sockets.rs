@@ -3,7 +3,9 @@
 use std::{io::IoSlice, net::SocketAddr, time::Duration};
 
 use rds_host::{NodeOptions, RdsNode};
-use rds_local::{Control, Op, RdmaOp, RecvKind, Request, SendHeader, SocketFlags, SocketKey, SocketOption, info};
+use rds_local::{
+    Control, Op, RdmaOp, RecvHeader, RecvKind, Request, SendHeader, SocketFlags, SocketKey, SocketOption, info,
+};
 use rustix::{
     event::PollFlags,
     net::{RecvFlags, SendFlags},
@@ -301,8 +303,59 @@ fn a_full_send_buffer_stops_the_program_and_a_cancel_frees_it() {
 }
 
 #[test]
+fn a_port_is_free_when_its_socket_is_closed() {
+    let (near, far) = (Host::new(stays), Host::new(stays));
+    let (near_program, far_program) = (near.program(), far.program());
+    let reader = far_program.socket().unwrap();
+    let at_reader = reader.bind((far.addr, 5000).into()).unwrap();
+    let at: SocketAddr = (near.addr, 4000).into();
+    let bind = || {
+        let socket = near_program.socket().unwrap();
+        socket.bind(at).unwrap();
+        socket
+    };
+    let mut last = bind();
+    send(&last, b"", at_reader);
+    receive(&reader);
+    // The node learns of the close by an event, perhaps after the bind.
+    for n in 0..100u8 {
+        send(&last, &[n], at_reader);
+        drop(last);
+        last = bind();
+    }
+    let mut came: Vec<_> = (0..100).map(|_| receive(&reader)).collect();
+    came.sort();
+    assert_eq!(came, (0..100).map(|n| (at, vec![n])).collect::<Vec<_>>());
+    // One that has more to send than the node takes, and has not read what has made its port congested.
+    last.set(SocketOption::RecvBuffer, 4096).unwrap();
+    let writer = far_program.socket().unwrap();
+    writer.bind((far.addr, 5001).into()).unwrap();
+    send(&writer, &[0; 8192], at);
+    until("the port is congested", || {
+        writer.send_to(b"x", Some(at), SendFlags::DONTWAIT).is_err()
+    });
+    let nobody: SocketAddr = (ferroce_loopback::address(), 9).into();
+    while last.send_to(&[0; 10_000], Some(nobody), SendFlags::DONTWAIT).is_ok() {}
+    drop(last);
+    let next = bind();
+    until("the port is not congested", || {
+        writer.send_to(b"to the next", Some(at), SendFlags::DONTWAIT).is_ok()
+    });
+    assert_eq!(receive(&next), ((far.addr, 5001).into(), b"to the next".to_vec()));
+    assert_eq!(errno(near_program.socket().unwrap().bind(at)), libc::EADDRINUSE);
+}
+
+#[test]
 fn the_longest_messages_of_other_nodes_arrive() {
-    let host = Host::new(stays);
+    receive_longest(&Host::new(stays), false);
+}
+
+#[test]
+fn messages_longer_than_a_pair_holds_come_in_files() {
+    receive_longest(&Host::new(|config| config.limits.pair = 64 << 10), true);
+}
+
+fn receive_longest(host: &Host, in_files: bool) {
     let program = host.program();
     let socket = program.socket().unwrap();
     let at = socket.bind((host.addr, 4000).into()).unwrap();
@@ -313,6 +366,12 @@ fn the_longest_messages_of_other_nodes_arrive() {
     let data: Vec<u8> = (0..1 << 20).map(|i: u32| (i * 7 + i / 999) as u8).collect();
     for _ in 0..3 {
         sender.send_to(&data, at).unwrap();
+        wait_for(&socket, PollFlags::IN);
+        let flags = RecvFlags::PEEK | RecvFlags::TRUNC;
+        let record = rds_local::receive(&socket, &mut [0; RecvHeader::LEN], flags)
+            .unwrap()
+            .unwrap();
+        assert_eq!(record.fds.len(), usize::from(in_files));
         let (_, came) = receive(&socket);
         assert!(came == data);
     }
