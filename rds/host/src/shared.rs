@@ -101,6 +101,9 @@ impl State {
                 }
                 Output::Up(key) => tracing::info!("RDS: connected, {key}"),
                 Output::Down(key, why) => tracing::info!("RDS: not connected, {key}: {why}"),
+                Output::Restarted(key) => tracing::info!("RDS: the peer was started again, {key}"),
+                Output::Congested(addr) => tracing::debug!("RDS: the port {addr} is congested"),
+                Output::PeerCongested(peer) => tracing::debug!("RDS: {peer} has congested ports"),
                 Output::Refused { peer, why } => tracing::debug!("RDS: a request of {peer} was refused: {why}"),
             }
         }

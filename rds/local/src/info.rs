@@ -6,8 +6,10 @@ use std::net::IpAddr;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// `RDS_INFO_COUNTERS`: [`Counter`].
+/// `RDS_INFO_COUNTERS`: [`Counter`], those of the kernel in its order.
 pub const COUNTERS: u32 = 10_000;
+/// [`Counter`]s of the node that the kernel does not have.
+pub const OWN_COUNTERS: u32 = 1;
 /// `RDS_INFO_CONNECTIONS`: [`Connection`] of IPv4.
 pub const CONNECTIONS: u32 = 10_001;
 /// `RDS_INFO_SEND_MESSAGES`: [`Message`]s that wait to be sent.
@@ -130,7 +132,7 @@ const _: () = {
 /// Size of an element of this information; `None`: there is no such information.
 pub fn element_size(number: u32) -> Option<usize> {
     Some(match number {
-        COUNTERS => size_of::<Counter>(),
+        COUNTERS | OWN_COUNTERS => size_of::<Counter>(),
         CONNECTIONS => size_of::<Connection>(),
         SEND_MESSAGES | RETRANS_MESSAGES | RECV_MESSAGES => size_of::<Message<4>>(),
         SOCKETS => size_of::<Socket<4>>(),

@@ -6,10 +6,16 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use rds::{Node, Output, PairKey, PairState, SocketId};
-use roce_verbs::provider::{Cx, VerbsError};
+use rds::{Node, Output, PairKey, PairState, Refused, SocketId};
+use roce_verbs::{
+    Instant,
+    provider::{Cx, VerbsError},
+};
 
-use crate::state::StateFile;
+use crate::{
+    event::{Events, NodeEvent},
+    state::StateFile,
+};
 
 /// Address that is open.
 #[derive(Debug)]
@@ -20,6 +26,8 @@ pub(crate) struct Address {
     state: StateFile,
     /// Interface of an address that means nothing without.
     interface: Option<u32>,
+    /// Connections that are up.
+    up: BTreeSet<PairKey>,
     /// Connections that may have received since they were recorded.
     unrecorded: BTreeSet<PairKey>,
     /// The pages of its sockets say that a port is congested.
@@ -53,6 +61,7 @@ impl Address {
             sockets: BTreeMap::new(),
             state,
             interface,
+            up: BTreeSet::new(),
             unrecorded: BTreeSet::new(),
             is_congested: false,
         })
@@ -80,16 +89,34 @@ impl Address {
         }
     }
 
-    /// Takes what the node reports. Returns the sockets that have changed.
-    pub(crate) fn take_outputs(&mut self) -> Vec<usize> {
+    /// Takes what the node reports, and events for the user. Returns the sockets that have changed.
+    pub(crate) fn take_outputs(&mut self, now: Instant, events: &mut Events) -> Vec<usize> {
         let mut changed = Vec::new();
         while let Some(output) = self.node.poll_output() {
-            match output {
-                Output::Changed(id) => changed.extend(self.sockets.get(&id)),
-                Output::Up(key) => tracing::info!("connected: {key}"),
-                Output::Down(key, why) => tracing::info!("not connected: {key}: {why}"),
-                Output::Refused { peer, why } => tracing::info!("a request of {peer} was refused: {why}"),
-            }
+            let event = match output {
+                Output::Changed(id) => {
+                    changed.extend(self.sockets.get(&id));
+                    continue;
+                }
+                Output::Up(key) => {
+                    self.up.insert(key);
+                    NodeEvent::Up(key)
+                }
+                Output::Down(key, why) => match self.up.remove(&key) {
+                    true => NodeEvent::Down(key, why),
+                    false => NodeEvent::ConnectFailed(key, why),
+                },
+                Output::Refused { why: Refused::Race, .. } => continue,
+                Output::Refused { peer, why } => NodeEvent::Refused { peer, why },
+                Output::Restarted(key) => NodeEvent::PeerRestarted(key),
+                Output::Congested(addr) => NodeEvent::Congested(addr),
+                Output::PeerCongested(peer) => NodeEvent::PeerCongested(peer),
+            };
+            events.report(now, event);
+        }
+        if let Some(why) = self.state.take_trouble() {
+            let addr = self.node.addrs()[0];
+            events.report(now, NodeEvent::StateFile { addr, why });
         }
         changed
     }

@@ -1,6 +1,6 @@
 //! Settings of the process.
 
-use std::{path::PathBuf, time::Duration};
+use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use roce::JoinConfig;
 
@@ -46,6 +46,8 @@ pub struct Config {
     pub linger: Option<Duration>,
     /// Longest time that it stays then because peers have not acknowledged all messages.
     pub flush: Duration,
+    /// Addresses to open at the start. Others are opened when a socket is bound to them.
+    pub addrs: Vec<IpAddr>,
     /// Limits of programs.
     pub limits: Limits,
     /// Settings of the protocol. The first sequence number is the time of each address's opening.
@@ -72,6 +74,7 @@ impl Config {
             dir,
             linger: Some(given.unwrap_or(LINGER)),
             flush: Duration::from_secs(30),
+            addrs: Vec::new(),
             limits: Limits::default(),
             rds: rds::Config::default(),
             join: JoinConfig::from_env(),

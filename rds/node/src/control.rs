@@ -160,7 +160,7 @@ impl Server {
                 program.0.page.set_tos(tos);
                 done(Answer::default())
             }
-            Request::SetOption(key, option, value) => self.set_option(key, option, value),
+            Request::SetOption(key, option, value) => self.set_option(turn, key, option, value),
             Request::Cancel(key, to) => self.cancel(key, canonical(to)),
             Request::Congestion { socket, to, wait } => self.congestion(index, socket, to.map(canonical), wait),
             Request::Info(number) => self.info(number),
@@ -216,11 +216,13 @@ impl Server {
         let (program, theirs) = Program::new(key, process, self.config.limits.pair).map_err(|e| refused(&e))?;
         let page = program.page_file.try_clone().map_err(|e| refused(&e))?;
         let buffers = program.reserved();
-        if !self.quotas.add_socket(process, buffers, &self.config.limits)
-            && !(self.close_hung_up(turn, process) && self.quotas.add_socket(process, buffers, &self.config.limits))
-        {
-            self.refused += 1;
-            tracing::info!("process {process} gets no further socket: limit reached");
+        let limits = self.config.limits;
+        let mut fits = self.quotas.add_socket(process, buffers, &limits);
+        if !fits && self.close_hung_up(turn, process) {
+            fits = self.quotas.add_socket(process, buffers, &limits);
+        }
+        if !fits {
+            self.limit_reached(turn, process, "sockets, or bytes of their buffers");
             return Err(Errno::NOBUFS);
         }
         let Some(index) = self.add(turn, Entry::Program(Box::new(program))) else {
@@ -326,7 +328,7 @@ impl Server {
         done(Answer::default())
     }
 
-    fn set_option(&mut self, key: SocketKey, option: SocketOption, value: u64) -> Outcome {
+    fn set_option(&mut self, turn: &TurnCx<'_, Opened>, key: SocketKey, option: SocketOption, value: u64) -> Outcome {
         let limits = self.config.limits;
         let index = self.program(key)?.0;
         let Some(Entry::Program(program)) = self.entries.get_mut(index) else {
@@ -341,8 +343,9 @@ impl Server {
                     _ => (send, value),
                 };
                 let sizes = (program.reserved(), new.0 + new.1);
-                if !self.quotas.resize(program.process, sizes, &limits) {
-                    self.refused += 1;
+                let process = program.process;
+                if !self.quotas.resize(process, sizes, &limits) {
+                    self.limit_reached(turn, process, "bytes of its sockets' buffers");
                     return Err(Errno::NOBUFS);
                 }
                 program.buffers = new;
@@ -397,7 +400,11 @@ impl Server {
     fn congestion(&mut self, client: usize, key: SocketKey, to: Option<SocketAddr>, wait: bool) -> Outcome {
         let (index, program) = self.program(key)?;
         let to = to.or(program.peer).ok_or(Errno::NOTCONN)?;
-        match self.port(index, to) {
+        let checked = self.port(index, to);
+        if let (Err(Errno::NOBUFS), Ok((node, _))) = (&checked, self.bound(key, Errno::NOTCONN)) {
+            node.note_congestion(wait);
+        }
+        match checked {
             Ok(()) => done(Answer::default()),
             Err(Errno::NOBUFS) if wait => {
                 if let Some(Entry::Client(waiting)) = self.entries.get_mut(client) {

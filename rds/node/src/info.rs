@@ -31,7 +31,8 @@ pub(crate) trait Source {
 pub(crate) fn bytes(number: u32, source: &impl Source) -> Option<(Vec<u8>, usize)> {
     let size = raw::element_size(number)?;
     let bytes = match number {
-        raw::COUNTERS => counters(source),
+        raw::COUNTERS => counters(source.counters().of_kernel()),
+        raw::OWN_COUNTERS => counters(source.counters().own().chain(source.own_counters())),
         raw::CONNECTIONS => all(source.connections(), |c| connection(&c)),
         raw::CONNECTIONS6 => all(source.connections(), |c| connection6(&c)),
         raw::IB_CONNECTIONS => all(source.connections(), |c| ib_connection::<4>(&c, source.rings())),
@@ -57,9 +58,8 @@ fn all<I, T: IntoBytes + Immutable>(items: Vec<I>, f: impl Fn(I) -> Option<T>) -
     out
 }
 
-fn counters(source: &impl Source) -> Vec<u8> {
-    let counters = source.counters().named().chain(source.own_counters()).collect();
-    all(counters, |(name, value)| {
+fn counters(counters: impl Iterator<Item = (&'static str, u64)>) -> Vec<u8> {
+    all(counters.collect(), |(name, value)| {
         Some(raw::Counter {
             name: raw::name(name),
             value,

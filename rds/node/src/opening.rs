@@ -1,6 +1,6 @@
 //! Addresses that other threads open, and commands of other threads.
 
-use std::{collections::BTreeMap, io, net::IpAddr, thread};
+use std::{collections::BTreeMap, io, net::IpAddr, sync::mpsc::Sender, thread};
 
 use rds::{PairKey, PairState};
 use roce::{
@@ -10,11 +10,21 @@ use roce::{
 use roce_net::iface;
 use roce_verbs::provider::VerbsError;
 
-use crate::{config::Config, state::StateFile};
+use crate::{
+    config::{Config, Limits},
+    state::StateFile,
+    stats::NodeStats,
+};
 
 /// Command of another thread.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Debug)]
 pub(crate) enum Command {
+    /// Open an address.
+    Open(IpAddr),
+    /// Set the limits of programs. What they have already stays.
+    SetLimits(Limits),
+    /// Send the present numbers.
+    Stats(Sender<NodeStats>),
     /// End the connections, then the loop.
     Stop,
 }

@@ -2,7 +2,11 @@
 
 use std::{
     io::{self, Write},
-    sync::Arc,
+    net::IpAddr,
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, channel},
+    },
     thread::{self, Builder, JoinHandle},
     time::{Duration, Instant},
 };
@@ -23,9 +27,11 @@ use roce_verbs::provider::VerbsError;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{
-    config::Config,
+    config::{Config, Limits},
+    event::{Events, NodeEvent},
     opening::{Command, Opened},
     server::Server,
+    stats::NodeStats,
 };
 
 /// Held by the process as long as it lives.
@@ -33,6 +39,8 @@ const LIFE_LOCK: &str = "rds.lock";
 /// Time that a predecessor may take to end.
 const PREDECESSOR: Duration = Duration::from_secs(5);
 
+/// Time within which it answers other threads.
+const ANSWER: Duration = Duration::from_secs(5);
 /// Time between two questions whether to stop.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -48,14 +56,56 @@ impl Placement for Alone {
 /// Process that runs in a thread.
 #[derive(Debug)]
 pub struct Running {
-    handle: Handle<Command, Opened>,
+    control: NodeControl,
+    events: Receiver<NodeEvent>,
     thread: JoinHandle<io::Result<()>>,
+}
+
+/// Handle of a running process for other threads.
+#[derive(Clone, Debug)]
+pub struct NodeControl(Handle<Command, Opened>);
+
+impl NodeControl {
+    /// Returns the present numbers; `None`: it has ended, or does not answer in time.
+    pub fn stats(&self) -> Option<NodeStats> {
+        let (to, answer) = channel();
+        self.0.command(Command::Stats(to));
+        answer.recv_timeout(ANSWER).ok()
+    }
+
+    /// Opens an address. [`NodeEvent::Opened`] or [`NodeEvent::NotOpened`] follows.
+    pub fn open(&self, addr: IpAddr) {
+        self.0.command(Command::Open(addr));
+    }
+
+    /// Sets the limits of programs. What they have already stays.
+    pub fn set_limits(&self, limits: Limits) {
+        self.0.command(Command::SetLimits(limits));
+    }
 }
 
 impl Running {
     /// Asks it to end: connections are ended, programs' sockets closed.
     pub fn stop(&self) {
-        self.handle.command(Command::Stop);
+        self.control.0.command(Command::Stop);
+    }
+
+    /// Returns a handle for other threads.
+    pub fn control(&self) -> &NodeControl {
+        &self.control
+    }
+
+    /// Waits for the next event, at most so long.
+    pub fn next(&self, timeout: Duration) -> Option<NodeEvent> {
+        match self.events.recv_timeout(timeout) {
+            Ok(event) => Some(event),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => {
+                // It has ended, or is about to.
+                thread::sleep(timeout.min(PAUSE));
+                None
+            }
+        }
     }
 
     /// Returns whether it has ended.
@@ -98,10 +148,14 @@ pub fn start(config: Config) -> Result<Running, Error> {
     getrandom::fill(&mut seed).map_err(|e| context("drawing random numbers")(io::Error::other(e.to_string())))?;
     let device = devices(&config).map_err(|e| context("joining the broker")(io::Error::other(e)))?;
     let reactor = Reactor::<Server>::new(ReactorConfig::default()).map_err(context("starting the loop"))?;
-    let handle = reactor.handle();
+    let control = NodeControl(reactor.handle());
+    config.addrs.iter().for_each(|addr| control.open(*addr));
+    let (sender, events) = Events::new();
     let run = move || {
         let dir = config.dir.clone();
-        let ran = reactor.run(device, |turn| Server::new(turn, config, file, StdRng::from_seed(seed)));
+        let ran = reactor.run(device, |turn| {
+            Server::new(turn, config, file, (StdRng::from_seed(seed), sender))
+        });
         tracing::info!(dir = %dir.display(), "the RDS node ends");
         // With the socket file, before the lock: the next one's must stay.
         let ran = ran.map(drop);
@@ -110,14 +164,19 @@ pub fn start(config: Config) -> Result<Running, Error> {
     };
     let thread = Builder::new().name("rds-node".into()).spawn(run);
     let thread = thread.map_err(context("starting the thread"))?;
-    Ok(Running { handle, thread })
+    Ok(Running {
+        control,
+        events,
+        thread,
+    })
 }
 
-/// Runs it until no program needs it, or `stop` says so. With [`Config::detach`]: starts one that is nobody's child and returns.
+/// Runs it until no program needs it, or `stop` says so, and reports its events. With [`Config::detach`]: starts one that is nobody's child
+/// and returns.
 ///
 /// # Errors
 /// As [`start`], and why it could not go on.
-pub fn run(config: Config, stop: impl Fn() -> bool) -> Result<(), Error> {
+pub fn run(config: Config, stop: impl Fn() -> bool, mut report: impl FnMut(NodeEvent)) -> Result<(), Error> {
     if config.detach {
         return NODE.detach(&config.dir);
     }
@@ -131,7 +190,9 @@ pub fn run(config: Config, stop: impl Fn() -> bool) -> Result<(), Error> {
     match started {
         Ok(running) => {
             while !running.is_over() {
-                thread::sleep(PAUSE);
+                if let Some(event) = running.next(PAUSE) {
+                    report(event);
+                }
                 if stop() {
                     running.stop();
                 }

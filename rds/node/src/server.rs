@@ -18,9 +18,12 @@ use slab::Slab;
 use crate::{
     address::Address,
     config::Config,
-    opening::Opened,
+    event::{Events, NodeEvent},
+    info::Source,
+    opening::{self, Opened},
     program::{Counts, MAX_PACKET, Next, Program},
     quota::Quotas,
+    stats::NodeStats,
 };
 
 /// Token of the listener. An entry's is its index and 1.
@@ -88,6 +91,7 @@ pub(crate) struct Server {
     pub(crate) quotas: Quotas,
     pub(crate) counts: Counts,
     pub(crate) refused: u64,
+    pub(crate) events: Events,
     pub(crate) rng: StdRng,
     pub(crate) scratch: Vec<u8>,
     /// Entries that have something to do.
@@ -111,7 +115,12 @@ pub(crate) fn with_cx<R>(turn: &mut TurnCx<'_, Opened>, rng: &mut StdRng, f: imp
 
 impl Server {
     /// Serves a socket.
-    pub(crate) fn new(turn: &mut TurnCx<'_, Opened>, config: Config, listener: SocketFile, rng: StdRng) -> Self {
+    pub(crate) fn new(
+        turn: &mut TurnCx<'_, Opened>,
+        config: Config,
+        listener: SocketFile,
+        (rng, events): (StdRng, Events),
+    ) -> Self {
         if let Err(e) = turn.sockets.register(listener.as_fd(), LISTENER, Interest::READABLE) {
             tracing::error!("the socket can't be watched: {e}");
             turn.stop();
@@ -129,6 +138,7 @@ impl Server {
             quotas: Quotas::default(),
             counts: Counts::default(),
             refused: 0,
+            events,
             rng,
             scratch: vec![0; MAX_PACKET + 1],
             ready: BTreeSet::new(),
@@ -179,10 +189,13 @@ impl Server {
             return;
         };
         let own = rustix::process::geteuid().as_raw();
-        if uid != own || !self.quotas.add_connection(process, &self.config.limits) {
+        if uid != own {
             self.refused += 1;
             tracing::info!("process {process} of user {uid} is refused");
             return;
+        }
+        if !self.quotas.add_connection(process, &self.config.limits) {
+            return self.limit_reached(turn, process, "connections to the node");
         }
         let client = Client {
             socket,
@@ -193,6 +206,12 @@ impl Server {
         if self.add(turn, Entry::Client(client)).is_none() {
             self.quotas.remove_connection(process);
         }
+    }
+
+    /// A process is refused for a limit.
+    pub(crate) fn limit_reached(&mut self, turn: &TurnCx<'_, Opened>, process: u32, what: &'static str) {
+        self.refused += 1;
+        self.events.report(turn.now, NodeEvent::Limit { process, what });
     }
 
     /// Adds an entry and watches it.
@@ -269,6 +288,30 @@ impl Server {
         self.waiting.iter().copied().filter(is_of).collect()
     }
 
+    /// Opens an address, unless it is open or about to be.
+    pub(crate) fn open(&mut self, turn: &TurnCx<'_, Opened>, addr: IpAddr) {
+        if self.addrs.contains_key(&addr) {
+            self.events.report(turn.now, NodeEvent::Opened(addr));
+        } else if let std::collections::btree_map::Entry::Vacant(entry) = self.opening.entry(addr) {
+            entry.insert(Vec::new());
+            opening::open(turn, &self.config, addr, self.devices.contains(&addr));
+        }
+    }
+
+    /// Returns the present numbers.
+    pub(crate) fn stats(&self, turn: &mut TurnCx<'_, Opened>) -> NodeStats {
+        NodeStats {
+            counters: self.counters(),
+            own_counters: self.own_counters(),
+            sockets: self.keys.len(),
+            connections: self.connections(),
+            unread: self.addrs.values().map(|address| address.node.unread_bytes()).sum(),
+            devices: turn.device.all_stats(),
+            usage: turn.device.usage(),
+            turns: *turn.counters,
+        }
+    }
+
     /// Does what is due.
     pub(crate) fn timeout(&mut self, turn: &mut TurnCx<'_, Opened>) {
         let now = turn.now;
@@ -287,7 +330,7 @@ impl Server {
     /// Ends a turn: takes what programs send, records, hands out what has come, and posts.
     pub(crate) fn end_turn(&mut self, turn: &mut TurnCx<'_, Opened>) {
         self.accept(turn);
-        self.take_changes();
+        self.take_changes(turn.now);
         let ready = std::mem::take(&mut self.ready);
         for index in &ready {
             match self.entries.get_mut(*index) {
@@ -304,14 +347,14 @@ impl Server {
         for address in self.addrs.values_mut() {
             with_cx(turn, &mut self.rng, |cx| address.node.end_batch(cx));
         }
-        self.take_changes();
+        self.take_changes(turn.now);
         self.show_congestion();
         self.end_if_idle(turn);
     }
 
-    fn take_changes(&mut self) {
+    fn take_changes(&mut self, now: Instant) {
         for address in self.addrs.values_mut() {
-            self.ready.extend(address.take_outputs());
+            self.ready.extend(address.take_outputs(now, &mut self.events));
         }
     }
 

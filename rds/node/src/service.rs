@@ -6,38 +6,49 @@ use roce::{
 };
 use roce_verbs::{
     Instant,
-    provider::{Event, QpId},
+    provider::{Event, QpId, VerbsError},
 };
 use rustix::io::Errno;
 
 use crate::{
     address::Address,
     errno,
+    event::NodeEvent,
     opening::{Command, Opened},
     server::{Server, with_cx},
 };
+
+/// Text of why an address can't be opened.
+fn taken(errno: Errno, e: &VerbsError) -> String {
+    match errno {
+        Errno::ADDRINUSE => format!("another RDS node has it, of another user or of a program with rds-host ({e})"),
+        _ => e.to_string(),
+    }
+}
 
 impl Server {
     /// Listens at an address whose device is open. Returns why not.
     fn listen(&mut self, turn: &mut TurnCx<'_, Opened>, opened: Opened) -> Result<(), Errno> {
         let addr = opened.addr;
-        let failed = |what: &str, e: &dyn std::fmt::Display| tracing::warn!("{addr} can't be {what}: {e}");
+        let (now, events) = (turn.now, &mut self.events);
+        let mut failed = |why: String| events.report(now, NodeEvent::NotOpened { addr, why });
         match opened.device {
             None => {}
             Some(Ok(device)) => {
                 turn.attach(device).map_err(|(e, _)| {
-                    failed("watched", &e);
+                    failed(format!("its device can't be watched: {e}"));
                     Errno::ADDRNOTAVAIL
                 })?;
                 self.devices.insert(addr);
             }
             Some(Err(e)) => {
-                failed("opened", &e);
-                return Err(errno::of_open(&e));
+                let errno = errno::of_open(&e);
+                failed(taken(errno, &e));
+                return Err(errno);
             }
         }
         let state = opened.state.map_err(|e| {
-            failed("used without its state file", &e);
+            failed(format!("its state file can't be opened: {e}"));
             Errno::IO
         })?;
         let rds = self.config.rds.clone();
@@ -45,9 +56,11 @@ impl Server {
             Address::listen(cx, addr, &rds, state, opened.interface)
         });
         let address = address.map_err(|e| {
-            failed("listened at", &e);
-            errno::of_open(&e)
+            let errno = errno::of_open(&e);
+            failed(taken(errno, &e));
+            errno
         })?;
+        self.events.report(turn.now, NodeEvent::Opened(addr));
         self.addrs.insert(addr, address);
         Ok(())
     }
@@ -73,8 +86,14 @@ impl Service for Server {
     type Command = Command;
     type Output = Opened;
 
-    fn command(&mut self, turn: &mut TurnCx<'_, Opened>, Command::Stop: Command) {
-        self.stop(turn);
+    fn command(&mut self, turn: &mut TurnCx<'_, Opened>, command: Command) {
+        match command {
+            Command::Open(addr) => self.open(turn, addr),
+            Command::SetLimits(limits) => self.config.limits = limits,
+            // Perhaps nobody waits any more.
+            Command::Stats(to) => drop(to.send(self.stats(turn))),
+            Command::Stop => self.stop(turn),
+        }
     }
 
     fn ready(&mut self, _: &mut TurnCx<'_, Opened>, token: Token, now: Readiness) {
@@ -104,7 +123,8 @@ impl Service for Server {
             // Its address is not known: those that wait are refused.
             Err(_) => {
                 for (addr, waiting) in std::mem::take(&mut self.opening) {
-                    tracing::warn!("{addr} can't be opened: the thread for that is gone");
+                    let why = "the thread for that is gone".into();
+                    self.events.report(turn.now, NodeEvent::NotOpened { addr, why });
                     for waiting in waiting {
                         self.bind_failed(waiting.key);
                         self.answer(turn, waiting.client, Err(Errno::NOMEM));

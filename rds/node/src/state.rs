@@ -76,13 +76,14 @@ impl From<io::Error> for StateError {
 #[derive(Debug)]
 pub struct StateFile {
     file: File,
-    local: IpAddr,
     slots: BTreeMap<PairKey, usize>,
     /// Of former processes, and not used by this one so far.
     former: BTreeMap<PairKey, usize>,
     recorded: BTreeMap<PairKey, PairState>,
     /// A write has failed, and that was reported.
     failed: bool,
+    /// Fault that is to be reported.
+    trouble: Option<String>,
 }
 
 impl StateFile {
@@ -95,7 +96,7 @@ impl StateFile {
     }
 
     /// Opens the file of an address, or makes it. Returns what it has of former processes. One that can't be read is renamed to
-    /// `….corrupt`, with a warning.
+    /// `….corrupt`, which [`take_trouble`](Self::take_trouble) says.
     ///
     /// # Errors
     /// When the system refuses.
@@ -110,16 +111,17 @@ impl StateFile {
             Err(StateError::Io(e)) => Err(e),
             Err(StateError::Corrupt(why)) => {
                 let aside = path.with_extension("state.corrupt");
-                tracing::warn!(
+                fs::rename(&path, &aside)?;
+                let (mut file, former) = Self::load(&path, local).map_err(|e| match e {
+                    StateError::Io(e) => e,
+                    StateError::Corrupt(why) => io::Error::new(io::ErrorKind::InvalidData, why),
+                })?;
+                file.trouble = Some(format!(
                     "{} is not usable ({why}): it is renamed to {}, and a new one begun. Messages that peers send again may come twice",
                     path.display(),
                     aside.display()
-                );
-                fs::rename(&path, &aside)?;
-                Self::load(&path, local).map_err(|e| match e {
-                    StateError::Io(e) => e,
-                    StateError::Corrupt(why) => io::Error::new(io::ErrorKind::InvalidData, why),
-                })
+                ));
+                Ok((file, former))
             }
         }
     }
@@ -172,11 +174,11 @@ impl StateFile {
         }
         let this = Self {
             file,
-            local,
             slots: BTreeMap::new(),
             former,
             recorded: states.clone(),
             failed: false,
+            trouble: None,
         };
         Ok((this, states))
     }
@@ -203,10 +205,17 @@ impl StateFile {
             }
             Err(e) if !self.failed => {
                 self.failed = true;
-                tracing::warn!("the state of {} can't be recorded: {e}", self.local);
+                self.trouble = Some(format!(
+                    "sequence numbers can't be recorded ({e}): after a crash messages may come twice or be lost"
+                ));
             }
             Err(_) => {}
         }
+    }
+
+    /// Takes a fault that was not reported yet.
+    pub fn take_trouble(&mut self) -> Option<String> {
+        self.trouble.take()
     }
 
     /// Returns the place of a connection's record.

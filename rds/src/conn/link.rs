@@ -16,6 +16,7 @@ use super::{
 };
 use crate::{
     config::Rings,
+    counters::Counters,
     key::PairKey,
     proto::{Header, MAX_SEND},
 };
@@ -216,6 +217,12 @@ impl Link {
     /// A receive buffer is free again.
     pub(crate) fn give_back(&mut self, buffer: u32) {
         self.used.push(buffer);
+    }
+
+    /// Counts what is to be posted for the peer's messages.
+    pub(crate) fn count_receives(&self, counters: &mut Counters) {
+        counters.ib_rx_refill_from_cq += u64::from(!self.used.is_empty());
+        counters.ib_rx_ring_empty += u64::from(self.used.len() == self.rings.recv as usize);
     }
 
     /// Posts the receive buffers that are free.

@@ -23,8 +23,9 @@ pub(crate) use receiver::{Incoming, Receiver};
 
 use crate::{
     config::Config,
+    counters::Counters,
     key::PairKey,
-    proto::{BITMAP_FRAGMENTS, CongestionMap, Header},
+    proto::{BITMAP_FRAGMENTS, CongestionMap, Flags, Header},
     socket::Message,
 };
 
@@ -142,8 +143,9 @@ impl Connection {
         provider: &mut dyn Provider,
         link: &mut Link,
         map: &CongestionMap,
-        (now, config): (Instant, &Config),
+        (now, config, counters): (Instant, &Config, &mut Counters),
     ) -> Result<(), Broken> {
+        link.count_receives(counters);
         link.post_receives(provider)?;
         if self.probe_at.is_some_and(|at| at <= now) {
             (self.probe_at, self.probed) = (None, true);
@@ -171,15 +173,23 @@ impl Connection {
                 },
                 Some(Next::Fragment(next)) => {
                     train.push_fragment(&next)?;
+                    let asks = next.is_last && next.header.flags().contains(Flags::ACK_REQUIRED);
+                    counters.send_ack_required += u64::from(asks);
+                    counters.ib_ack_send_piggybacked += u64::from(self.receiver.is_asked());
                     self.queue.posted();
                     self.receiver.ack_sent();
                 }
             }
         }
         let is_due = self.receiver.is_asked() || self.ack_at.is_some_and(|at| at <= now);
-        if is_due && train.room() > 0 && !self.queue.is_amid_message() {
+        let is_full = train.room() == 0;
+        counters.ib_tx_ring_full += u64::from(is_full && !self.queue.is_sent());
+        if is_due && (is_full || self.queue.is_amid_message()) {
+            counters.ib_ack_send_delayed += 1;
+        } else if is_due {
             train.push(&Header::ack_only(self.receiver.ack()), &[], true)?;
             self.receiver.ack_sent();
+            counters.ib_ack_sent += 1;
         }
         self.set_timers(now, config);
         match train.is_empty() {

@@ -28,6 +28,12 @@ pub(crate) struct Taken {
     pub(crate) ack: u64,
     /// Message that is whole now.
     pub(crate) message: Option<Incoming>,
+    /// It carries the acknowledgement alone.
+    pub(crate) is_only_ack: bool,
+    /// The message wants to be acknowledged.
+    pub(crate) asks: bool,
+    /// The message's number is lower than one that has come: the peer was started again.
+    pub(crate) has_restarted: bool,
 }
 
 /// See the module.
@@ -137,7 +143,13 @@ impl Messages {
         let (header, _) = Header::parse(bytes)?;
         let ack = header.ack.get();
         if header.kind() == Kind::Ack {
-            return Ok(Taken { ack, message: None });
+            return Ok(Taken {
+                ack,
+                message: None,
+                is_only_ack: true,
+                asks: false,
+                has_restarted: false,
+            });
         }
         let index = self.partial.as_ref().map_or(0, |partial| partial.fragments);
         let Fragment { header, data } = Fragment::parse(bytes, index)?;
@@ -150,8 +162,18 @@ impl Messages {
         partial.data.extend_from_slice(data);
         partial.fragments += 1;
         let whole = self.partial.take_if(|partial| partial.fragments == header.fragments());
+        let asks = whole
+            .as_ref()
+            .is_some_and(|whole| whole.first.flags().contains(Flags::ACK_REQUIRED));
+        let next = self.next;
         let message = whole.map(|whole| self.whole(whole.first, whole.data));
-        Ok(Taken { ack, message })
+        Ok(Taken {
+            ack,
+            message,
+            is_only_ack: false,
+            asks,
+            has_restarted: self.next < next,
+        })
     }
 
     fn whole(&mut self, header: Header, data: Vec<u8>) -> Incoming {
@@ -245,7 +267,8 @@ mod tests {
         let mut receiver = Receiver::new(1);
         assert!(delivered(&mut receiver, 1000, Flags::empty()));
         receiver.restart();
-        assert!(delivered(&mut receiver, 1, Flags::empty()));
+        let first = take(&mut receiver, &header(1, 1, Flags::empty()), &[0]).unwrap();
+        assert!(first.has_restarted && matches!(first.message, Some(Incoming::Data { .. })));
         assert_eq!(receiver.ack(), 1);
         // Only with its first message.
         assert!(delivered(&mut receiver, 2, Flags::empty()) && !delivered(&mut receiver, 1, Flags::empty()));
@@ -258,12 +281,13 @@ mod tests {
         let first = take(&mut receiver, &header(1, 5000, Flags::ACK_REQUIRED), &data[..4096]).unwrap();
         assert_eq!((first.ack, first.message), (5, None));
         let between = take(&mut receiver, &Header::ack_only(6), &[]).unwrap();
-        assert_eq!((between.ack, between.message), (6, None));
+        assert_eq!((between.ack, between.message, between.is_only_ack), (6, None, true));
+        assert!(!first.is_only_ack && !first.asks && !first.has_restarted);
         let last = take(&mut receiver, &header(1, 5000, Flags::ACK_REQUIRED), &data[4096..]).unwrap();
         let Some(Incoming::Data { data: whole, .. }) = last.message else {
             panic!("{last:?}");
         };
-        assert!(whole == data && receiver.is_asked());
+        assert!(whole == data && receiver.is_asked() && last.asks);
         receiver.ack_sent();
         assert!(!receiver.is_asked() && !receiver.is_untold());
     }

@@ -2,11 +2,11 @@
 
 use core::net::{IpAddr, SocketAddr};
 
-use super::Node;
+use super::{Node, Output};
 use crate::{
     conn::{Incoming, Outgoing},
     key::PairKey,
-    proto::{CongestionMap, Extension, Flags, Header, RdmaCookie},
+    proto::{CongestionMap, Extension, Header, RdmaCookie},
     socket::{Message, PortChange, SocketId},
 };
 
@@ -17,6 +17,7 @@ impl Node {
             connections,
             sockets,
             out,
+            counters,
             ..
         } = self;
         let Some(connection) = connections.get_mut(&key) else {
@@ -30,6 +31,7 @@ impl Node {
                 return;
             };
             socket.unacked -= message.data.len();
+            counters.send_queue_empty += u64::from(socket.unacked == 0);
             Self::tell(out, (id, socket));
         });
         self.counters.recv_bad_ack += u64::from(!was_sent);
@@ -42,8 +44,6 @@ impl Node {
     pub(super) fn incoming(&mut self, key: PairKey, message: Incoming) {
         match message {
             Incoming::Data { header, data } => {
-                let flags = header.flags();
-                self.counters.recv_ack_required += u64::from(flags.contains(Flags::ACK_REQUIRED));
                 let from = SocketAddr::new(key.remote, header.sport.get());
                 let to = SocketAddr::new(key.local, header.dport.get());
                 let cookie = cookie(&header);
@@ -78,6 +78,7 @@ impl Node {
             connection
                 .queue
                 .push(Outgoing::new(None, (0, port), Box::default()), false);
+            self.counters.send_queued += 1;
             self.counters.send_pong += 1;
         }
     }
@@ -115,6 +116,8 @@ impl Node {
         }
         let socket = &mut self.sockets[id.0 as usize];
         self.unread += len;
+        self.counters.recv_queued += 1;
+        self.counters.recv_bytes_added_to_sock += len as u64;
         let change = socket.push(message);
         Self::tell(&mut self.out, (id, socket));
         self.port_changed(to, change);
@@ -129,6 +132,9 @@ impl Node {
             return;
         }
         Self::note_map(&mut self.congested, of.ip(), map);
+        if change == PortChange::Congested {
+            self.out.push_back(Output::Congested(of));
+        }
         for connection in self.connections.values_mut().filter(|c| c.key.local == of.ip()) {
             if connection.phase.link().is_some() {
                 connection.map_due = true;
@@ -149,7 +155,9 @@ impl Node {
         }
         let old = self.peers.entry(peer).or_default();
         let freed = map.freed_since(old);
-        Self::note_map(&mut self.congested, peer, &map);
+        if Self::note_map(&mut self.congested, peer, &map) {
+            self.out.push_back(Output::PeerCongested(peer));
+        }
         *old = map;
         self.freed(freed);
     }

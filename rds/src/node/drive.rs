@@ -5,7 +5,7 @@ use roce_verbs::{
     provider::{CmKind, CmRef, Cx, Event, QpId},
 };
 
-use super::{Node, connect::Request};
+use super::{Node, Output, connect::Request};
 use crate::{
     conn::{Broken, Done, LinkId, Phase},
     key::PairKey,
@@ -25,11 +25,15 @@ impl Node {
         let done = link.completed(wc);
         let result = match done {
             Ok(Done::Sent) => {
+                self.counters.ib_tx_cq_event += 1;
                 let ended = link.ended(cx.provider);
                 self.operations_ended(ended);
                 Ok(())
             }
-            Ok(Done::Received { buffer, len }) => self.received(cx, id, buffer, len),
+            Ok(Done::Received { buffer, len }) => {
+                self.counters.ib_rx_cq_event += 1;
+                self.received(cx, id, buffer, len)
+            }
             Err(e) => Err(e),
         };
         self.dirty.insert(key);
@@ -66,6 +70,12 @@ impl Node {
             };
             let taken = connection.receiver.take(len, |out| link.read(buffer, out))?;
             link.give_back(buffer);
+            self.counters.ib_ack_received += u64::from(taken.is_only_ack);
+            self.counters.recv_ack_required += u64::from(taken.asks);
+            if taken.has_restarted {
+                self.counters.recv_peer_restarted += 1;
+                self.out.push_back(Output::Restarted(key));
+            }
             self.acknowledged(key, taken.ack);
             if let Some(message) = taken.message {
                 self.incoming(key, message);
@@ -140,7 +150,8 @@ impl Node {
                 return Ok(());
             };
             let map = self.maps.entry(key.local).or_default();
-            let pumped = connection.pump(cx.provider, &mut self.links[id], map, (cx.now, &self.config));
+            let now = (cx.now, &self.config, &mut self.counters);
+            let pumped = connection.pump(cx.provider, &mut self.links[id], map, now);
             let refused = core::mem::take(&mut connection.refused);
             self.could_not_begin(&refused);
             pumped

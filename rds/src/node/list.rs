@@ -16,6 +16,11 @@ impl Connection {
 }
 
 impl Node {
+    /// Bytes that sockets have not read.
+    pub fn unread_bytes(&self) -> usize {
+        self.unread
+    }
+
     /// Messages that wait to be sent, or, with `are_sent`, those that peers have not acknowledged.
     pub fn outgoing(&self, are_sent: bool) -> impl Iterator<Item = MessageInfo> + use<'_> {
         self.connections.values().flat_map(move |connection| {

@@ -37,6 +37,12 @@ pub enum Output {
     Up(PairKey),
     /// A connection, or an attempt to connect, ended. It begins again when there is something to send.
     Down(PairKey, Broken),
+    /// A peer counts its messages from the beginning: it was started again. Messages that it has had before may come to it twice.
+    Restarted(PairKey),
+    /// A port of this node has become congested: its socket has more unread bytes than its receive buffer.
+    Congested(SocketAddr),
+    /// A peer has congested ports now, and had none.
+    PeerCongested(IpAddr),
     /// A connect request was refused.
     Refused {
         /// Its sender.
@@ -297,12 +303,15 @@ impl Node {
         self.connections.get_mut(&key)
     }
 
-    /// Notes whether a map has a congested port now.
-    fn note_map(congested: &mut BTreeSet<IpAddr>, addr: IpAddr, map: &CongestionMap) {
+    /// Notes whether a map has a congested port now. Returns whether that is new.
+    fn note_map(congested: &mut BTreeSet<IpAddr>, addr: IpAddr, map: &CongestionMap) -> bool {
         match map.is_empty() {
-            true => congested.remove(&addr),
+            true => {
+                congested.remove(&addr);
+                false
+            }
             false => congested.insert(addr),
-        };
+        }
     }
 
     fn tell(out: &mut VecDeque<Output>, (id, socket): (SocketId, &mut Socket)) {

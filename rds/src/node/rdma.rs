@@ -73,6 +73,7 @@ impl Node {
             rights,
         };
         self.regions.insert((local, mr.rkey.0), region);
+        self.counters.count_registered(what.len);
         Ok(RdmaCookie::new(mr.rkey.0, 0))
     }
 
@@ -95,6 +96,7 @@ impl Node {
             return false;
         }
         if let Some(region) = self.regions.remove(&key) {
+            self.counters.count_freed(region.range.len());
             self.freed_regions.push(region.mr);
         }
         if let Ok(socket) = self.get(id) {
@@ -106,11 +108,15 @@ impl Node {
     /// A socket is closed.
     pub(super) fn free_regions_of(&mut self, id: SocketId) {
         let Self {
-            regions, freed_regions, ..
+            regions,
+            freed_regions,
+            counters,
+            ..
         } = self;
         regions.retain(|_, region| {
             let stays = region.socket != id;
             if !stays {
+                counters.count_freed(region.range.len());
                 freed_regions.push(region.mr);
             }
             stays

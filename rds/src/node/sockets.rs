@@ -184,7 +184,8 @@ impl Node {
         attachment: Attachment,
     ) -> Result<(), Error> {
         let (_, to) = self.route(id, to, data.len())?;
-        self.check_congestion(id, to)?;
+        self.check_congestion(id, to)
+            .inspect_err(|_| self.note_congestion(false))?;
         self.queue_with(id, Some(to), data, attachment)
     }
 
@@ -210,7 +211,6 @@ impl Node {
         let is_ours = self.addrs.contains(&to.ip());
         let maps = if is_ours { &self.maps } else { &self.peers };
         if maps.get(&to.ip()).is_some_and(|map| map.is_congested(to.port())) {
-            self.counters.cong_send_error += 1;
             self.get(id)?.refused_by(to.port());
             for connection in self.connections.values_mut().filter(|c| c.key.remote == to.ip()) {
                 connection.map_wanted = true;
@@ -219,6 +219,14 @@ impl Node {
             return Err(Error::Congested);
         }
         Ok(())
+    }
+
+    /// Counts a program that has been refused for congestion, or waits.
+    pub fn note_congestion(&mut self, waits: bool) {
+        match waits {
+            true => self.counters.cong_send_blocked += 1,
+            false => self.counters.cong_send_error += 1,
+        }
     }
 
     /// Returns whether some port is congested, of peers or of this node.
@@ -251,13 +259,20 @@ impl Node {
         if let Attachment::Operation(operation) = &attachment {
             operation.check()?;
         }
+        let operation = match &attachment {
+            Attachment::Operation(operation) => Some((operation.kind, operation.bytes())),
+            _ => None,
+        };
         if socket.unacked >= socket.send_buffer || operates && socket.is_operating_fully() {
+            self.counters.send_queue_full += 1;
             return Err(Error::WouldBlock);
         }
         let tos = socket.tos;
         socket.tos_is_fixed = true;
         if self.addrs.contains(&to.ip()) {
-            return self.send_here(id, (from, to), data, &attachment);
+            self.send_here(id, (from, to), data, &attachment)?;
+            self.counters.count_queued(data.len(), operation);
+            return Ok(());
         }
         let key = PairKey {
             local: from.ip(),
@@ -273,7 +288,7 @@ impl Node {
         let socket = self.get(id)?;
         socket.unacked += len;
         socket.operations += usize::from(operates);
-        self.counters.send_queued += 1;
+        self.counters.count_queued(len, operation);
         self.dirty.insert(key);
         Ok(())
     }
@@ -303,7 +318,11 @@ impl Node {
         }
         let (from, to, data) = match to.port() {
             // A ping.
-            0 => (to, from, Vec::new()),
+            0 => {
+                self.counters.recv_ping += 1;
+                self.counters.send_pong += 1;
+                (to, from, Vec::new())
+            }
             _ => (from, to, data.to_vec()),
         };
         let message = Message {
@@ -321,6 +340,7 @@ impl Node {
     /// Bytes of a socket were read, or are gone with it.
     fn was_read(&mut self, len: usize) {
         self.unread -= len;
+        self.counters.recv_bytes_freed_fromsock += len as u64;
         self.dirty.append(&mut self.stalled);
         for id in core::mem::take(&mut self.starved) {
             if let Some(socket) = self.sockets.get_mut(id.0 as usize) {
@@ -346,7 +366,12 @@ impl Node {
     /// # Errors
     /// [`Error::WouldBlock`].
     pub fn take(&mut self, id: SocketId) -> Result<Received, Error> {
-        self.get(id)?.pop().ok_or(Error::WouldBlock)
+        let received = self.get(id)?.pop().ok_or(Error::WouldBlock)?;
+        if let Received::Message(message) = &received {
+            self.counters.recv_delivered += 1;
+            self.counters.copy_to_user += message.data.len() as u64;
+        }
+        Ok(received)
     }
 
     /// So many bytes of messages that were [taken](Self::take) are read.

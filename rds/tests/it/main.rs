@@ -4,4 +4,5 @@
 mod capture;
 mod captures;
 mod conn;
+mod counters;
 mod header;

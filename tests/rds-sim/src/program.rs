@@ -121,6 +121,9 @@ impl Side {
                 Output::Changed(id) => self.changed(id)?,
                 Output::Up(_) => env.coverage.note("connection"),
                 Output::Down(..) => env.coverage.note("connection lost"),
+                Output::Restarted(_) => env.coverage.note("peer counts from the beginning"),
+                Output::Congested(_) => env.coverage.note("congested port"),
+                Output::PeerCongested(_) => env.coverage.note("congested port of a peer"),
                 Output::Refused { .. } => env.coverage.note("connect request refused"),
             }
         }

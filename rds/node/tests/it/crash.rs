@@ -9,7 +9,7 @@ use std::{
 };
 
 use rds_local::{Control, Socket};
-use rds_node::{StateFile, run};
+use rds_node::{NodeEvent, StateFile, run};
 use rustix::net::{RecvFlags, SendFlags};
 
 use crate::support::{Host, LONG, config, receive, until};
@@ -20,7 +20,7 @@ const DIR: &str = "RDS_NODE_TEST_DIR";
 #[test]
 fn node_process() {
     if let Some(dir) = std::env::var_os(DIR) {
-        run(config(Path::new(&dir)), || false).unwrap();
+        run(config(Path::new(&dir)), || false, drop).unwrap();
     }
 }
 
@@ -137,4 +137,9 @@ fn a_spoilt_state_file_is_set_aside_and_the_address_serves() {
         std::fs::read(path.with_extension("state.corrupt")).unwrap(),
         b"not a state file"
     );
+    let event = host.event(|event| matches!(event, NodeEvent::StateFile { .. }));
+    let NodeEvent::StateFile { addr, why } = event else {
+        unreachable!()
+    };
+    assert!(addr == host.addr && why.contains("renamed"), "{why}");
 }

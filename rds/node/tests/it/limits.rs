@@ -4,7 +4,7 @@ use std::{io::IoSlice, time::Duration};
 
 use proptest::{collection::vec, prelude::*};
 use rds_local::{Request, SocketOption};
-use rds_node::start;
+use rds_node::{NodeEvent, start};
 use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
@@ -40,6 +40,22 @@ fn a_directory_has_one() {
     let second = start(config(host.dir.path())).unwrap_err();
     assert!(second.to_string().contains("another one runs"), "{second}");
     host.program().socket().unwrap();
+}
+
+#[test]
+fn an_address_has_one_and_opens_from_the_start() {
+    let first = Host::new(|_| {});
+    first.running.control().open(first.addr);
+    first.event(|event| matches!(event, NodeEvent::Opened(addr) if *addr == first.addr));
+    let second = Host::new(|config| config.addrs = vec![first.addr]);
+    let refused = second.event(|event| matches!(event, NodeEvent::NotOpened { .. }));
+    let NodeEvent::NotOpened { addr, why } = refused else {
+        unreachable!()
+    };
+    assert!(addr == first.addr && why.contains("another RDS node has it"), "{why}");
+    let program = second.program();
+    let socket = program.socket().unwrap();
+    assert_eq!(errno(socket.bind((first.addr, 4000).into())), libc::EADDRINUSE);
 }
 
 #[test]

@@ -6,6 +6,7 @@ use rds_host::{NodeOptions, RdsNode};
 use rds_local::{
     Control, Op, RdmaOp, RecvHeader, RecvKind, Request, SendHeader, SocketFlags, SocketKey, SocketOption, info,
 };
+use rds_node::{NodeEvent, PairKey};
 use rustix::{
     event::PollFlags,
     net::{RecvFlags, SendFlags},
@@ -176,10 +177,90 @@ fn a_cookie_goes_with_its_message_and_operations_are_counted() {
     let received = reader.recv(RecvFlags::DONTWAIT).unwrap();
     assert_eq!(received.kind, RecvKind::Message(Some(0x1_0000_0007)));
     assert_eq!(received.data, b"here");
-    let (bytes, _) = programs[0].info(info::COUNTERS).unwrap();
-    let unsupported =
-        info::elements::<info::Counter>(&bytes).find(|counter| counter.name.starts_with(b"local_unsupported"));
-    assert_eq!(unsupported.map(|counter| counter.value), Some(1));
+    assert_eq!(counter(&programs[0], info::OWN_COUNTERS, "local_unsupported"), 1);
+}
+
+fn counter(program: &Control, number: u32, name: &str) -> u64 {
+    let (bytes, _) = program.info(number).unwrap();
+    let all = info::elements::<info::Counter>(&bytes);
+    let of = |counter: &info::Counter| counter.name == info::name::<32>(name);
+    all.filter(of).map(|counter| counter.value).next().unwrap()
+}
+
+#[test]
+fn counters_are_of_what_was_done() {
+    let (near, far) = (Host::new(stays), Host::new(stays));
+    let programs = [near.program(), far.program()];
+    let [sender, reader] = [0, 1].map(|n: usize| programs[n].socket().unwrap());
+    let from = sender.bind((near.addr, 4000).into()).unwrap();
+    let to = reader.bind((far.addr, 5000).into()).unwrap();
+    send(&sender, b"", (far.addr, 0).into());
+    receive(&sender);
+    for _ in 0..10 {
+        send(&sender, &[1; 5000], to);
+        receive(&reader);
+    }
+    send(&reader, b"answer", from);
+    receive(&sender);
+    send(&sender, b"nobody", (far.addr, 9).into());
+    let [near_has, far_has] = [0, 1].map(|n: usize| {
+        let program = &programs[n];
+        move |name: &str| counter(program, info::COUNTERS, name)
+    });
+    for (name, at_near, at_far) in [
+        ("send_queued", 12, 2),
+        ("send_pong", 0, 1),
+        ("recv_ping", 0, 1),
+        ("recv_queued", 2, 10),
+        ("recv_delivered", 2, 10),
+        ("recv_drop_no_sock", 0, 1),
+        ("copy_from_user", 50_006, 6),
+        ("copy_to_user", 6, 50_000),
+        ("recv_bytes_added_to_sock", 6, 50_000),
+        ("recv_bytes_freed_fromsock", 6, 50_000),
+        ("conn_reset", 0, 0),
+        ("page_remainder_hit", 0, 0),
+    ] {
+        until(name, || (near_has(name), far_has(name)) == (at_near, at_far));
+    }
+    // A message of 5000 bytes is two fragments. The peer was told of all, with answers or alone.
+    assert!(near_has("ib_tx_cq_event") > 0 && far_has("ib_rx_cq_event") >= 22);
+    assert!(far_has("recv_ack_required") > 0 && far_has("recv_ack_required") == near_has("send_ack_required"));
+    until("acknowledgements come", || {
+        near_has("ib_ack_received") == far_has("ib_ack_sent") && near_has("send_queue_empty") > 0
+    });
+}
+
+#[test]
+fn events_say_what_happens() {
+    let near = Host::new(|config| config.limits.process_sockets = 1);
+    let far = Host::new(stays);
+    let programs = [near.program(), far.program()];
+    let [sender, reader] = [0, 1].map(|n: usize| programs[n].socket().unwrap());
+    sender.bind((near.addr, 4000).into()).unwrap();
+    let to = reader.bind((far.addr, 5000).into()).unwrap();
+    near.event(|event| matches!(event, NodeEvent::Opened(addr) if *addr == near.addr));
+    send(&sender, b"first", to);
+    receive(&reader);
+    let is_pair = |key: &PairKey| (key.local, key.remote) == (near.addr, far.addr);
+    near.event(|event| matches!(event, NodeEvent::Up(key) if is_pair(key)));
+    assert_eq!(errno(programs[0].socket().map(drop)), libc::ENOBUFS);
+    let own = std::process::id();
+    near.event(|event| matches!(event, NodeEvent::Limit { process, .. } if *process == own));
+    reader.set(SocketOption::RecvBuffer, 4096).unwrap();
+    send(&sender, &[0; 8192], to);
+    far.event(|event| matches!(event, NodeEvent::Congested(addr) if *addr == to));
+    near.event(|event| matches!(event, NodeEvent::PeerCongested(peer) if *peer == far.addr));
+    far.running.stop();
+    near.event(|event| matches!(event, NodeEvent::Down(key, _) if is_pair(key)));
+    // There is something to send still, or not: then a message makes that so.
+    send(&sender, b"nobody is there", (ferroce_loopback::address(), 9).into());
+    near.event(|event| matches!(event, NodeEvent::ConnectFailed(key, _) if key.local == near.addr));
+    // One that was not to be there.
+    near.running.control().open("192.0.2.99".parse().unwrap());
+    near.event(|event| matches!(event, NodeEvent::NotOpened { .. }));
+    let stats = near.running.control().stats().unwrap();
+    assert_eq!((stats.sockets, stats.own_counters.len()), (1, 3));
 }
 
 #[test]

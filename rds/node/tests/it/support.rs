@@ -8,7 +8,7 @@ use std::{
 };
 
 use rds_local::{Control, RecvKind, Socket};
-use rds_node::{Config, Running, start};
+use rds_node::{Config, NodeEvent, Running, start};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{RecvFlags, SendFlags},
@@ -48,6 +48,16 @@ impl Host {
 
     pub(crate) fn program(&self) -> Control {
         program(self.dir.path())
+    }
+
+    /// Waits for an event.
+    pub(crate) fn event(&self, is: impl Fn(&NodeEvent) -> bool) -> NodeEvent {
+        loop {
+            let event = self.running.next(LONG).expect("no such event");
+            if is(&event) {
+                return event;
+            }
+        }
     }
 }
 
