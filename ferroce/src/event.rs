@@ -1,4 +1,4 @@
-//! Events of `serve`, `map` and `daemon`, as JSON and as text.
+//! Events of `serve`, `map`, `rds node` and `daemon`, as JSON and as text.
 
 use std::{
     collections::BTreeMap,
@@ -6,6 +6,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
+use rds_node::{Broken, NodeEvent, PairKey};
 use rnbd::client::{error::MapError, output::LossCause};
 use rnbd_host::{
     control::Reloaded,
@@ -78,11 +79,26 @@ events! {
     Attached { | device: String, node: String } "attached {device} as {node}";
     Detached { | device: String, node: String } "detached {node}";
 
+    // Of RDS nodes.
+    RdsListening { | dir: String } "programs of this user get RDS sockets by {dir}";
+    RdsOpened { address: IpAddr | } "RDS at {address}";
+    RdsNotOpened { address: IpAddr | why: String } "no RDS at {address}: {why}";
+    RdsUp { | #[serde(flatten)] of: Pair } "RDS connection {of} is up";
+    RdsDown { why: Broken | #[serde(flatten)] of: Pair } "RDS connection {of} is down: {why}";
+    RdsConnectFailed { why: Broken | #[serde(flatten)] of: Pair } "RDS connection {of} could not be made: {why}";
+    RdsRefused { peer: IpAddr, why: rds_node::Refused | } "a connect request of {peer} was refused: {why}";
+    RdsPeerRestarted { | #[serde(flatten)] of: Pair }
+        "the peer of RDS connection {of} was started again: messages that it has had may come to it twice";
+    RdsCongested { address: SocketAddr | } "RDS port {address} is congested: its program does not read";
+    RdsPeerCongested { peer: IpAddr | } "{peer} has congested RDS ports: programs that send there wait";
+    RdsLimit { | process: u32, what: &'static str } "process {process} gets no more {what}: its limit is reached";
+    RdsStateFile { address: IpAddr | why: String } "state file of {address}: {why}";
+
     // Of the daemon.
     Idle { | config: Option<String>, control: Option<String> }
         "waiting for tasks, as {}: `ferroce serve --daemon …` and `ferroce map --daemon …` start them{}; \
          `ferroce daemon --help` has an example of a file",
-        config.as_ref().map_or("no --config FILE was given".into(), |file| format!("{file} has no [serve.NAME] and no [map.NAME]")),
+        config.as_ref().map_or("no --config FILE was given".into(), |file| format!("{file} has no [serve.NAME], [map.NAME] or [rds.NAME]")),
         control.as_ref().map_or(String::new(), |path| format!(" (control socket {path})"));
     TaskStarted { | task: String } "{task} starts";
     TaskFailed { | task: String, why: String, restart_in: f64 } "{task} failed, restart in {restart_in} s: {why}";
@@ -165,6 +181,25 @@ impl From<MapNews> for Event {
     }
 }
 
+impl From<NodeEvent> for Event {
+    fn from(event: NodeEvent) -> Self {
+        match event {
+            NodeEvent::Opened(address) => Self::RdsOpened { address },
+            NodeEvent::NotOpened { addr: address, why } => Self::RdsNotOpened { address, why },
+            NodeEvent::Up(key) => Self::RdsUp { of: key.into() },
+            NodeEvent::Down(key, why) => Self::RdsDown { why, of: key.into() },
+            NodeEvent::ConnectFailed(key, why) => Self::RdsConnectFailed { why, of: key.into() },
+            NodeEvent::Refused { peer, why } => Self::RdsRefused { peer, why },
+            NodeEvent::PeerRestarted(key) => Self::RdsPeerRestarted { of: key.into() },
+            NodeEvent::Congested(address) => Self::RdsCongested { address },
+            NodeEvent::PeerCongested(peer) => Self::RdsPeerCongested { peer },
+            NodeEvent::Limit { process, what } => Self::RdsLimit { process, what },
+            NodeEvent::StateFile { addr: address, why } => Self::RdsStateFile { address, why },
+            NodeEvent::Lost(events) => Self::EventsLost { events },
+        }
+    }
+}
+
 impl Event {
     /// The event of a server.
     ///
@@ -187,6 +222,27 @@ impl Event {
             ServeEvent::Stopped(Some(why)) => return Err(Failure::failed(format!("the server has stopped: {why}"))),
             ServeEvent::Stopped(None) => return Ok(None),
         }))
+    }
+}
+
+/// An RDS connection.
+#[derive(Serialize)]
+pub(crate) struct Pair {
+    local: IpAddr,
+    remote: IpAddr,
+    tos: u8,
+}
+
+impl From<PairKey> for Pair {
+    fn from(PairKey { local, remote, tos }: PairKey) -> Self {
+        Self { local, remote, tos }
+    }
+}
+
+impl Display for Pair {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { local, remote, tos } = *self;
+        PairKey { local, remote, tos }.fmt(f)
     }
 }
 

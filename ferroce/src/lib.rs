@@ -69,7 +69,7 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Map a server's devices: as NBD exports, disks of virtual machines, or /dev/nbdN
     Map(map::MapArgs),
-    /// Run servers and mappings of a configuration file in one process
+    /// Run servers, mappings and RDS nodes of a configuration file in one process
     Daemon(daemon::DaemonArgs),
     /// Inspect and control a running server, mapping or daemon
     Ctl(ctl::CtlArgs),
@@ -116,6 +116,9 @@ pub fn run() -> ExitCode {
     let outcome = start_log(cli.verbose, cli.quiet).and_then(|()| match cli.command {
         Command::Serve(args) if args.daemon => hand_over(daemon::Kind::Serve, &args.task_name()),
         Command::Map(args) if args.daemon => hand_over(daemon::Kind::Map, args.task_name()),
+        Command::Rds(args) if args.handed_over().is_some() => {
+            hand_over(daemon::Kind::Rds, &args.handed_over().unwrap_or_default())
+        }
         Command::Serve(args) => serve::run(&args),
         Command::Map(args) => map::run(&args),
         Command::Daemon(args) => daemon::run(&args, matches.subcommand_matches("daemon")),

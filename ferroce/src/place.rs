@@ -1,7 +1,8 @@
-//! Surroundings of a server or a mapping: in the foreground, or as a task of the daemon.
+//! Surroundings of a server, a mapping or an RDS node: in the foreground, or as a task of the daemon.
 
 use std::sync::Arc;
 
+use rds_node::NodeControl;
 use rnbd_disk::Exports;
 use rnbd_host::{control::map::MapControl, tls::Tls};
 
@@ -20,6 +21,8 @@ pub(crate) enum Stage {
     Mapping(MapControl, Option<Tls>),
     /// A server serves these.
     Serving(Arc<Exports>),
+    /// An RDS node runs.
+    Node(NodeControl),
     /// Its users have what they want.
     Up,
 }
@@ -56,7 +59,7 @@ pub(crate) fn foreground(
         reporter: report.reporter(control.events()),
         tell: &|stage| match stage {
             Stage::Mapping(_, Some(tls)) => services.renewable(tls),
-            Stage::Mapping(..) | Stage::Serving(_) | Stage::Up => {}
+            Stage::Mapping(..) | Stage::Serving(_) | Stage::Node(_) | Stage::Up => {}
         },
     });
     // The end of `control` waits for answers, which wait for room.

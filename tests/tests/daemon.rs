@@ -855,3 +855,78 @@ fn a_service_manager_is_told() {
     while told() != "STOPPING=1" {}
     assert_eq!(daemon.end().code, Some(0));
 }
+
+#[test]
+fn an_rds_node_is_a_task() {
+    let lab = Lab::new();
+    let home = lab.path("home");
+    fs::create_dir(&home).unwrap();
+    let of_user = |mut command: Command| {
+        command.env("XDG_RUNTIME_DIR", &home);
+        Running::start_command(command, "ferroce".into())
+    };
+    let (own, more) = (fresh_address().to_string(), fresh_address().to_string());
+    let table = |addrs: &[&str], rest: &str| format!("[rds.node]\naddr = {}\n{rest}\n", json!(addrs));
+    lab.write(&[table(&[&own], "")]);
+    let mut daemon = of_user(lab.command());
+    lab.is_up("rds.node");
+    let ping = |from: &str| {
+        let mut command = Command::new(ferroce());
+        command.args(["rds", "ping", "-c", "1", "-I", from, &own]);
+        let mut running = of_user(command);
+        running.wait();
+        running.end()
+    };
+    let answered = ping(&own);
+    assert_eq!(answered.code, Some(0), "{}{}", answered.stdout, answered.stderr);
+    let metrics = lab.run(&["ctl", "metrics"]).stdout;
+    for line in ["ferroce_rds_recv_ping_total 1\n", "ferroce_rds_sockets "] {
+        assert!(metrics.contains(line), "{line}: {metrics}");
+    }
+    assert!(
+        metrics.contains(&format!("ferroce_roce_tx_packets_total{{address=\"{own}\"}}")),
+        "{metrics}"
+    );
+    // Addresses and limits change while it runs.
+    lab.write(&[table(&[&own, &more], "max-sockets = 1")]);
+    assert_eq!(lab.ctl(&["reload"])["changed"], json!(["rds.node"]));
+    eventually("a second address", || daemon.event("rds_opened")["address"] == more);
+    assert_eq!(ping(&more).code, Some(0));
+    let connection = daemon.event("rds_up");
+    assert_eq!(connection["task"], "rds.node");
+    assert!(
+        lab.run(&["ctl", "metrics"])
+            .stdout
+            .contains("ferroce_rds_connection_up{local=")
+    );
+    lab.write(&[table(&[&more], "max-sockets = 1")]);
+    assert_eq!(lab.ctl(&["reload"])["restarted"], json!(["rds.node"]));
+    lab.is_up("rds.node");
+    // Nobody else gets the address.
+    let rival = Lab::new();
+    rival.write(&[table(&[&more], "")]);
+    let mut other = Running::start_command(rival.command(), "ferroce daemon".into());
+    let failed = other.event("task_failed");
+    assert!(
+        failed["why"].as_str().unwrap().contains("another RDS node has it"),
+        "{failed}"
+    );
+    lab.write(&[
+        table(&[&more], ""),
+        table(&[&own], "").replace("rds.node", "rds.second"),
+    ]);
+    let mut check = lab.command();
+    check.arg("--check");
+    let mut check = of_user(check);
+    check.wait();
+    let check = check.end();
+    assert!(
+        check.code == Some(1) && check.stdout.contains("of an RDS node is used by rds.node"),
+        "{}",
+        check.stdout
+    );
+    daemon.signal(Signal::SIGTERM);
+    daemon.wait();
+    let ended = daemon.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+}

@@ -5,6 +5,7 @@ use std::{
     sync::Arc,
 };
 
+use rds_node::{ConnectionInfo, NodeControl, NodeStats};
 use rnbd::client::state::DeviceState;
 use rnbd_admin::{Host, Server};
 use rnbd_host::{
@@ -18,9 +19,9 @@ use rtrs::{
 };
 
 use super::registry::ServiceRegistry;
-use crate::event::counters;
+use crate::{event::counters, rds::node};
 
-/// Returns the metrics of all mappings and servers; those that end in between are missing.
+/// Returns the metrics of all mappings, servers and RDS nodes; those that end in between are missing.
 pub(super) fn text(services: &ServiceRegistry) -> String {
     let mut out = Metrics::default();
     out.begin("ferroce_info", "Version of the program.", "gauge");
@@ -39,6 +40,7 @@ pub(super) fn text(services: &ServiceRegistry) -> String {
         }
     }
     loops.extend(servers(&mut out, &services.servers()));
+    loops.extend(nodes(&mut out, &services.nodes()));
     packets(&mut out, &loops);
     out.0
 }
@@ -270,6 +272,63 @@ fn servers(out: &mut Metrics, servers: &[Arc<dyn Server>]) -> Vec<LoopStats> {
         &paths.collect::<Vec<_>>(),
     );
     all.into_iter().map(|(_, stats)| stats.turns).collect()
+}
+
+const NODE_GAUGES: &[Metric<NodeStats>] = &[
+    ("sockets", "RDS sockets of programs.", |s| s.sockets as u64),
+    (
+        "unread_bytes",
+        "Bytes of messages that RDS sockets have not read.",
+        |s| s.unread as u64,
+    ),
+];
+const CONNECTION_GAUGES: &[Metric<ConnectionInfo>] = &[
+    ("up", "Whether an RDS connection is up.", |c| u64::from(c.is_up)),
+    ("waiting", "Messages that wait to be sent.", |c| c.waiting as u64),
+    ("unacknowledged", "Messages that the peer has not acknowledged.", |c| {
+        c.unacked as u64
+    }),
+];
+
+/// Writes the metrics of all RDS nodes, and returns the statistics of their loops. Several nodes have a label each.
+fn nodes(out: &mut Metrics, nodes: &[Arc<NodeControl>]) -> Vec<LoopStats> {
+    let all: Vec<_> = nodes.iter().filter_map(|node| node.stats()).collect();
+    if all.is_empty() {
+        return Vec::new();
+    }
+    let labels = |place: usize| match all.len() {
+        1 => Labels::new(),
+        _ => vec![("place", place.to_string())],
+    };
+    let stats: Vec<_> = all
+        .iter()
+        .enumerate()
+        .map(|(place, stats)| (labels(place), stats))
+        .collect();
+    out.all(("rds", "gauge"), NODE_GAUGES, &stats);
+    let of = |labels: &Labels, c: &ConnectionInfo| -> Labels {
+        let own = [
+            ("local", c.key.local.to_string()),
+            ("remote", c.key.remote.to_string()),
+            ("tos", c.key.tos.to_string()),
+        ];
+        [&labels[..], &own].concat()
+    };
+    let connections = stats.iter();
+    let connections = connections.flat_map(|(labels, s)| s.connections.iter().map(move |c| (of(labels, c), c)));
+    let connections: Vec<_> = connections.collect();
+    out.all(("rds_connection", "gauge"), CONNECTION_GAUGES, &connections);
+    let names = all[0].named().map(|(name, _)| name);
+    for (index, name) in names.enumerate() {
+        let help = "Counter of RDS, which `ferroce rds info -c` has, too.";
+        out.begin(&format!("ferroce_rds_{name}_total"), help, "counter");
+        for (labels, stats) in &stats {
+            if let Some((_, value)) = stats.named().nth(index) {
+                out.value(labels, value);
+            }
+        }
+    }
+    all.iter().map(node::loop_stats).collect()
 }
 
 /// Writes the counters of our addresses, under the names of `--json`.

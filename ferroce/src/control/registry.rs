@@ -1,4 +1,4 @@
-//! Registry of this process's mappings and servers.
+//! Registry of this process's mappings, servers and RDS nodes.
 
 use std::{
     net::IpAddr,
@@ -6,6 +6,7 @@ use std::{
 };
 
 use parking_lot::RwLock;
+use rds_node::NodeControl;
 use rnbd::Errno;
 use rnbd_admin::{Client, Host, Parameters, Server};
 use rnbd_host::{
@@ -43,7 +44,7 @@ pub(crate) trait Supervisor: Send + Sync {
     fn reload(&self) -> Result<Reloaded, Refused>;
     /// Lists the tasks.
     fn tasks(&self) -> Tasks;
-    /// Starts a task, if this authority suffices: `map.NAME` or `serve.NAME`, with the arguments of the command.
+    /// Starts a task, if this authority suffices: `map.NAME`, `serve.NAME` or `rds.NAME`, with the arguments of the command.
     fn start(&self, name: &str, words: Vec<String>, authority: Authority) -> Result<(), Refused>;
     /// Stops a task.
     fn stop(&self, name: &str) -> Result<(), Refused>;
@@ -61,6 +62,7 @@ pub(crate) struct ServiceRegistry {
     tls: OnceLock<Tls>,
     clients: RwLock<Vec<Arc<dyn Client>>>,
     servers: RwLock<Vec<Arc<dyn Server>>>,
+    nodes: RwLock<Vec<Arc<NodeControl>>>,
 }
 
 /// The entry of a mapping or a server, until it is dropped.
@@ -72,12 +74,14 @@ pub(crate) struct Listed {
 enum What {
     Client(Arc<dyn Client>),
     Server(Arc<dyn Server>),
+    Node(Arc<NodeControl>),
 }
 
 impl Drop for Listed {
     fn drop(&mut self) {
         match &self.what {
             What::Client(this) => self.services.clients.write().retain(|other| !Arc::ptr_eq(this, other)),
+            What::Node(this) => self.services.nodes.write().retain(|other| !Arc::ptr_eq(this, other)),
             What::Server(this) => self.services.servers.write().retain(|other| !Arc::ptr_eq(this, other)),
         }
     }
@@ -140,6 +144,18 @@ impl ServiceRegistry {
         let server: Arc<dyn Server> = Arc::new(server);
         self.servers.write().push(server.clone());
         self.listed(What::Server(server))
+    }
+
+    /// Adds an RDS node.
+    pub(crate) fn add_node(self: &Arc<Self>, control: NodeControl) -> Listed {
+        let node = Arc::new(control);
+        self.nodes.write().push(node.clone());
+        self.listed(What::Node(node))
+    }
+
+    /// The RDS nodes.
+    pub(crate) fn nodes(&self) -> Vec<Arc<NodeControl>> {
+        self.nodes.read().clone()
     }
 
     fn listed(self: &Arc<Self>, what: What) -> Listed {

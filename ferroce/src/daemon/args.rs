@@ -13,7 +13,8 @@ use crate::{
 
 #[derive(Args)]
 #[command(after_help = "\
-The file is TOML. It has a table for each server and each mapping, whose keys are the options of `ferroce serve` and `ferroce map`:
+The file is TOML. It has a table for each server, mapping and RDS node, whose keys are the options of `ferroce serve`, `ferroce map` and \
+`ferroce rds node`:
 
   [serve.images]
   addr = [\"192.0.2.7\", \"198.51.100.7\"]
@@ -25,6 +26,9 @@ The file is TOML. It has a table for each server and each mapping, whose keys ar
   device = [\"data\", \"log\"]
   nbd = \"/run/ferroce-daemon/db.sock\"
   on-loss = \"queue\"
+
+  [rds.node]                       # for AF_RDS sockets of this user's programs
+  addr = \"192.0.2.1\"
 
 Flags are true or false, as are options with the values on and off; repeatable options take an array.
 
@@ -48,13 +52,13 @@ tasks can't export files, write captures, or accept NBD clients over TCP:
 Sockets of their tasks are in --nbd-dir. Root and the daemon's own user may start anything.
 
 SIGHUP or `ferroce ctl reload` reads the file again. Unchanged tasks keep running. A mapping changes its devices, paths, policy, reconnect settings and \
---on-loss while it runs, a server its exports (clients keep those that they have open). Tasks with other changes are restarted. An invalid file is \
+--on-loss while it runs, a server its exports (clients keep those that they have open), an RDS node its limits, and it can get addresses. Tasks with other changes are restarted. An invalid file is \
 rejected as a whole; check it first with `ferroce daemon --config FILE --check`. Changes of [daemon] need a restart of the daemon.
 
 Failed tasks are restarted with a backoff from 1 s to 30 s. SIGINT and SIGTERM stop all tasks as they stop `serve` and `map`, then the daemon exits. \
 With systemd (Type=notify) it reports readiness when each task is up or has failed once, and serves the watchdog.")]
 pub(crate) struct DaemonArgs {
-    /// Configuration file with servers and mappings [default: none; `ferroce serve --daemon` and `map --daemon` start tasks]
+    /// Configuration file with servers, mappings and RDS nodes [default: none; `ferroce serve --daemon` and `map --daemon` start tasks]
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
     /// Check the file and print its commands without running them. Exit status 0: valid; 1: a task could not start on this host, such as for

@@ -16,12 +16,17 @@ pub(crate) enum Change {
     Map(Vec<MapRequest>),
     /// Another table of exports of the server.
     Exports,
+    /// More addresses or other limits of the RDS node.
+    Node,
     /// A restart.
     Restart,
 }
 
 /// Options of a server that can change while it runs.
 const OF_SERVERS: [&str; 1] = ["export"];
+
+/// Options of an RDS node that can change while it runs. It can get addresses, and lose none: sockets are bound to them.
+const OF_NODES: [&str; 3] = ["addr", "max-sockets", "max-buffers"];
 
 /// Finds the steps from `old` to `new`. Blocks while it resolves names that are not in `resolver` yet.
 ///
@@ -32,6 +37,10 @@ pub(crate) fn change(kind: &Kind, old: &Task, new: &Task, resolver: &Resolver) -
     match (kind, old.job(kind)?, new.job(kind)?) {
         (Kind::Map, Job::Map(old), Job::Map(new)) if same_but_for(&Changeable::OPTIONS) => {
             mapping(&old, &new, resolver)
+        }
+        (Kind::Rds, Job::Rds(old), Job::Rds(new)) if same_but_for(&OF_NODES) => {
+            let keeps = old.addrs().iter().all(|addr| new.addrs().contains(addr));
+            Ok(if keeps { Change::Node } else { Change::Restart })
         }
         (Kind::Serve, ..) if same_but_for(&OF_SERVERS) => Ok(Change::Exports),
         _ => Ok(Change::Restart),
@@ -199,5 +208,13 @@ mod tests {
         let of = |words: &[&str]| change(&Kind::Serve, &task(&serve), &task(words), &Resolver::default()).unwrap();
         assert_eq!(of(&[serve[0], "--export=b=/b"]), Change::Exports);
         assert_eq!(of(&["--addr=127.0.0.2", serve[1]]), Change::Restart);
+        let rds = ["--addr=127.0.0.1"];
+        let of = |words: &[&str]| change(&Kind::Rds, &task(&rds), &task(words), &Resolver::default()).unwrap();
+        assert_eq!(
+            of(&["--addr=127.0.0.2", rds[0], "--max-buffers=1G", "--max-sockets=5"]),
+            Change::Node
+        );
+        assert_eq!(of(&["--addr=127.0.0.2"]), Change::Restart);
+        assert_eq!(of(&[rds[0], "--dir=/x"]), Change::Restart);
     }
 }

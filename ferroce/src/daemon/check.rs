@@ -20,9 +20,10 @@ fn quoted(word: &str) -> String {
     }
 }
 
-fn command(name: &str, words: &[String]) -> String {
-    let words: Vec<_> = words.iter().map(|word| quoted(word)).collect();
-    format!("ferroce {name} {}", words.join(" "))
+fn command(names: &[&str], words: &[String]) -> String {
+    let words = words.iter().map(|word| quoted(word));
+    let words: Vec<_> = names.iter().map(|name| (*name).to_owned()).chain(words).collect();
+    format!("ferroce {}", words.join(" "))
 }
 
 /// Server addresses and socket files of tasks; no two tasks may have the same.
@@ -51,6 +52,11 @@ fn check_task(name: &TaskName, job: &Job, used: &mut Used) -> Result<(), Failure
             args.check()?;
             let mut files = args.socket_files()?.into_iter();
             files.try_for_each(|file| used.add(file.display().to_string(), name))
+        }
+        Job::Rds(args) => {
+            used.add(format!("the folder {} of an RDS node", args.dir().display()), name)?;
+            let mut addrs = args.addrs().iter();
+            addrs.try_for_each(|addr| used.add(format!("RDS at {addr}"), name))
         }
     }
 }
@@ -81,10 +87,10 @@ pub(super) fn check(args: &DaemonArgs, config: &Config) -> Result<(), Failure> {
         }))?;
     } else {
         if !config.daemon.is_empty() {
-            output::line(&format!("daemon: {}", command("daemon", &config.daemon)))?;
+            output::line(&format!("daemon: {}", command(&["daemon"], &config.daemon)))?;
         }
         for (name, task) in &config.tasks {
-            output::line(&format!("{name}: {}", command(name.kind.name(), &task.words)))?;
+            output::line(&format!("{name}: {}", command(name.kind.subcommands(), &task.words)))?;
         }
     }
     match failed.is_empty() {
@@ -100,7 +106,7 @@ mod tests {
     #[test]
     fn commands_can_be_pasted_into_a_shell() {
         let words = ["--export=disk=/images/a.img,ro", "--device=it's \"a\" $disk"].map(str::to_owned);
-        let text = command("serve", &words);
+        let text = command(&["serve"], &words);
         assert_eq!(
             text,
             r#"ferroce serve --export=disk=/images/a.img,ro '--device=it'\''s "a" $disk'"#

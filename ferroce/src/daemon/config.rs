@@ -1,4 +1,4 @@
-//! The daemon's configuration file: servers and mappings, with the options of `ferroce serve` and `ferroce map` as keys.
+//! The daemon's configuration file: servers, mappings and RDS nodes, with the options of their commands as keys.
 
 use std::{
     collections::BTreeMap,
@@ -21,10 +21,14 @@ use super::{
 };
 use crate::serve;
 
-/// Options of a task's command that the daemon sets for all tasks.
-const OF_DAEMON: [&str; 9] = [
+/// Options of a task's command that are no keys: of processes of their own, and then those that the daemon sets for all tasks.
+const OF_DAEMON: [&str; 13] = [
     "help",
     "daemon",
+    "detach",
+    "announce",
+    "stay",
+    "linger",
     "json",
     "stats-interval",
     "control",
@@ -33,6 +37,8 @@ const OF_DAEMON: [&str; 9] = [
     "sysfs",
     "sysfs-strict",
 ];
+/// How many of them the daemon does not have either.
+const NO_KEYS: usize = 6;
 /// Options of the daemon that choose and check the file.
 const OF_FILE: [&str; 3] = ["help", "config", "check"];
 
@@ -137,7 +143,7 @@ impl Source<'_> {
             }
             let Some(kind) = Kind::named(name.as_ref()) else {
                 let kinds = Kind::ALL.iter().map(Kind::name);
-                let all = format!("there are [serve.NAME], [map.NAME], [{DAEMON}] and [{CONTROL}]");
+                let all = format!("there are [serve.NAME], [map.NAME], [rds.NAME], [{DAEMON}] and [{CONTROL}]");
                 let hint = hint(name.as_ref(), kinds.chain([DAEMON, CONTROL]), &all);
                 let text = format!("unknown table `{}`: {hint}", name.as_ref());
                 return Err(self.error(name.span().start, text));
@@ -228,7 +234,7 @@ impl Source<'_> {
             at,
             command: &task.kind.command(),
             without: &OF_DAEMON,
-            help: format!("ferroce {} --help", task.kind.name()),
+            help: format!("ferroce {} --help", task.kind.subcommands().join(" ")),
         };
         let (mut words, keys) = self.options(&section, table)?;
         // A session is called as its task is, unless the file says otherwise.
@@ -321,7 +327,7 @@ impl Source<'_> {
 impl Section<'_> {
     /// Error text for an unknown key.
     fn unknown(&self, key: &str) -> String {
-        if OF_DAEMON[2..].contains(&key) && self.title != format!("[{DAEMON}]") {
+        if OF_DAEMON[NO_KEYS..].contains(&key) && self.title != format!("[{DAEMON}]") {
             return format!(
                 "unknown key `{key}` of {}: it is an option of the daemon, for [{DAEMON}]",
                 self.title
@@ -467,6 +473,10 @@ mod tests {
             nbd = "/run/db.sock"
             heartbeat = 0.5
             connect-any = false
+
+            [rds.node]
+            addr = "192.0.2.1"
+            max-buffers = "1G"
             "#,
         );
         let config = config.unwrap();
@@ -475,13 +485,17 @@ mod tests {
             .iter()
             .map(|(name, task)| (name.to_string(), task.words.join(" ")))
             .collect();
-        assert_eq!(words.len(), 2);
+        assert_eq!(words.len(), 3);
         let serve = "--addr=192.0.2.1 --addr=198.51.100.1:1235 --always-invalidate=off --direct --export-dir=/images,ro \
                      --max-chunk-size=1M --queue-depth=1024";
         assert_eq!(words[0], ("serve.images".to_owned(), serve.to_owned()));
         let map = "--device=disk --device=system,ro --heartbeat=0.5 --nbd=/run/db.sock --path=192.0.2.1,192.0.2.7 \
                    --session=db";
         assert_eq!(words[1], ("map.db".to_owned(), map.to_owned()));
+        assert_eq!(
+            words[2],
+            ("rds.node".to_owned(), "--addr=192.0.2.1 --max-buffers=1G".to_owned())
+        );
         assert!(parse("").unwrap().tasks.is_empty());
     }
 
@@ -512,7 +526,10 @@ mod tests {
     fn keys_are_read_as_they_are_documented() {
         let tables = tables();
         let titles: Vec<_> = tables.iter().map(|(title, _)| &**title).collect();
-        assert_eq!(titles, ["[serve.NAME]", "[map.NAME]", "[daemon]", "[control]"]);
+        assert_eq!(
+            titles,
+            ["[serve.NAME]", "[map.NAME]", "[rds.NAME]", "[daemon]", "[control]"]
+        );
         let (_, keys) = tables.last().unwrap();
         let keys: String = keys
             .iter()
@@ -556,8 +573,11 @@ mod tests {
             (format!("{map}colour = 1"), "`ferroce map --help` has them all"),
             (
                 "[x]".to_owned(),
-                "there are [serve.NAME], [map.NAME], [daemon] and [control]",
+                "there are [serve.NAME], [map.NAME], [rds.NAME], [daemon] and [control]",
             ),
+            ("[rds.a]\nmax-socket = 1".to_owned(), "did you mean `max-sockets`?"),
+            ("[rds.a]\nstay = true".to_owned(), "unknown key `stay` of rds.a"),
+            ("[rds.a]\njson = true".to_owned(), "for [daemon]"),
             ("[daemon]\nconfig = 'x'".to_owned(), "unknown key `config` of [daemon]"),
         ] {
             let e = parse(&text).expect_err(&text);

@@ -1,4 +1,4 @@
-//! `ferroce serve --daemon` and `ferroce map --daemon`: start a task of a running daemon.
+//! `ferroce serve --daemon`, `ferroce map --daemon` and `ferroce rds node --daemon`: start a task of a running daemon.
 
 use std::path::Path;
 
@@ -12,9 +12,11 @@ const OWN: [&str; 3] = ["daemon", "verbose", "quiet"];
 
 /// Starts the command line as a task of the daemon, with this name.
 pub(crate) fn hand_over(kind: &Kind, name: &str, command: &Command, matches: &ArgMatches) -> Result<(), Failure> {
-    let of_kind = command
-        .find_subcommand(kind.name())
-        .zip(matches.subcommand_matches(kind.name()));
+    let names = kind.subcommands().iter();
+    let of_kind = names.fold(Some((command, matches)), |found, name| {
+        let (command, matches) = found?;
+        command.find_subcommand(name).zip(matches.subcommand_matches(name))
+    });
     let words = of_kind.map_or(Ok(Vec::new()), |(command, matches)| words(command, matches))?;
     ctl::start(&format!("{}.{name}", kind.name()), &words)
 }
@@ -54,7 +56,7 @@ fn from_root(long: &str, value: &str) -> Result<String, Failure> {
             .map_err(|path| Failure::usage(format!("{} is not valid UTF-8", path.display())))
     };
     match (long, value.split_once('=')) {
-        ("nbd" | "pcap" | "export-dir" | "export-within" | "tls-certificates", _) => absolute(value),
+        ("dir" | "nbd" | "pcap" | "export-dir" | "export-within" | "tls-certificates", _) => absolute(value),
         ("pcap-ring", _) => match value.split_once(',') {
             Some((size, file)) => Ok(format!("{size},{}", absolute(file)?)),
             None => Ok(value.to_owned()),

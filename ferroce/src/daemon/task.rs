@@ -1,26 +1,37 @@
-//! A task of the daemon: a server or a mapping, as arguments of its command.
+//! A task of the daemon: a server, a mapping or an RDS node, as arguments of its command.
 
 use std::fmt;
 
 use clap::{Args, Command, FromArgMatches, parser::ValueSource};
 
-use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
+use crate::{map::MapArgs, output::Failure, rds::node::NodeArgs, serve::ServeArgs};
 
 /// Kind of a task: its command.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Kind {
     Serve,
     Map,
+    Rds,
 }
 
 impl Kind {
-    pub(super) const ALL: [Self; 2] = [Self::Serve, Self::Map];
+    pub(super) const ALL: [Self; 3] = [Self::Serve, Self::Map, Self::Rds];
 
-    /// Name of the command and the table.
+    /// Subcommands of `ferroce` that are the command.
+    pub(crate) const fn subcommands(&self) -> &'static [&'static str] {
+        match self {
+            Self::Serve => &["serve"],
+            Self::Map => &["map"],
+            Self::Rds => &["rds", "node"],
+        }
+    }
+
+    /// Name of the table.
     pub(crate) const fn name(&self) -> &'static str {
         match self {
             Self::Serve => "serve",
             Self::Map => "map",
+            Self::Rds => "rds",
         }
     }
 
@@ -34,6 +45,7 @@ impl Kind {
         Ok(match self {
             Self::Serve => Job::Serve(Box::new(ServeArgs::from_arg_matches(&matches)?)),
             Self::Map => Job::Map(Box::new(MapArgs::from_arg_matches(&matches)?)),
+            Self::Rds => Job::Rds(Box::new(NodeArgs::from_arg_matches(&matches)?)),
         })
     }
 
@@ -42,6 +54,7 @@ impl Kind {
         match self {
             Self::Serve => ServeArgs::augment_args(command),
             Self::Map => MapArgs::augment_args(command),
+            Self::Rds => NodeArgs::augment_args(command),
         }
     }
 
@@ -98,6 +111,7 @@ impl Task {
 pub(crate) enum Job {
     Serve(Box<ServeArgs>),
     Map(Box<MapArgs>),
+    Rds(Box<NodeArgs>),
 }
 
 /// Converts an error of the arguments to a failure.

@@ -12,6 +12,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use rds_node::NodeControl;
 use rnbd::Errno;
 use rnbd_disk::Exports;
 use rnbd_host::{
@@ -33,6 +34,7 @@ use crate::{
     names::Resolver,
     output::Failure,
     place::{Place, Stage},
+    rds::node,
     report::{ReportArgs, Reporter},
     serve,
     signals::Stop,
@@ -45,7 +47,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// Time that the start waits for servers before it starts mappings.
 const SERVERS_FIRST: Duration = Duration::from_secs(5);
 /// Order in which tasks end: a mapping may be of one of our servers, and needs it for its last flush.
-const ENDING: [Kind; 2] = [Kind::Map, Kind::Serve];
+const ENDING: [Kind; 3] = [Kind::Map, Kind::Serve, Kind::Rds];
 /// Tasks at a time that are not in the file; EBUSY beyond.
 const MAX_REQUESTED: usize = 64;
 /// Run time after which a failure is the first in a row.
@@ -66,6 +68,7 @@ enum Live {
     /// With the TLS of its NBD clients.
     Map(MapControl, Option<Tls>),
     Serve(Arc<Exports>),
+    Rds(NodeControl),
 }
 
 /// State that a task's thread reports.
@@ -211,12 +214,14 @@ impl Tasks {
                 tell: &|stage| match stage {
                     Stage::Mapping(control, tls) => *to.live.lock() = Some(Live::Map(control, tls)),
                     Stage::Serving(exports) => *to.live.lock() = Some(Live::Serve(exports)),
+                    Stage::Node(control) => *to.live.lock() = Some(Live::Rds(control)),
                     Stage::Up => to.up.store(true, Ordering::Release),
                 },
             };
             match job {
                 Job::Serve(args) => serve::serve(&args, place),
                 Job::Map(args) => map::map(&args, place),
+                Job::Rds(args) => node::node(&args, place),
             }
         };
         let thread = thread::Builder::new()
@@ -432,6 +437,13 @@ impl Tasks {
                     .and_then(|named| exports.set_named(named).map_err(|e| e.to_string())),
                 _ => Err("not a server".to_owned()),
             },
+            Some((Live::Rds(control), Ok(Change::Node))) => match new.job(&name.kind) {
+                Ok(Job::Rds(args)) => {
+                    args.apply(&control);
+                    Ok(())
+                }
+                _ => Err("not an RDS node".to_owned()),
+            },
             _ => {
                 self.replace(name, Next::Task(new));
                 return done.restarted.push(name.to_string());
@@ -576,7 +588,7 @@ impl Tasks {
         entries.iter().map(status).collect()
     }
 
-    /// Reads the name of a task, `map.NAME` or `serve.NAME`.
+    /// Reads the name of a task, `map.NAME`, `serve.NAME` or `rds.NAME`.
     pub(super) fn name(text: &str) -> Result<TaskName, Refused> {
         let split = text
             .split_once('.')
@@ -588,7 +600,7 @@ impl Tasks {
             }),
             _ => Err(Refused::new(
                 Errno::EINVAL,
-                format!("{text:?} is not a task: map.NAME or serve.NAME"),
+                format!("{text:?} is not a task: map.NAME, serve.NAME or rds.NAME"),
             )),
         }
     }

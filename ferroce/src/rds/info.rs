@@ -1,7 +1,6 @@
 //! `ferroce rds info`: what the node has, in the columns of rds-info.
 
 use std::{
-    collections::BTreeMap,
     fmt::Write,
     io,
     net::{IpAddr, Ipv6Addr},
@@ -12,7 +11,7 @@ use rds_local::{
     Control,
     info::{self as raw, elements},
 };
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::output::{self, Failure};
 
@@ -93,11 +92,21 @@ struct IbConnection {
     recv_wr: u32,
 }
 
+/// Counters in their order: those of the kernel, then those of the node.
+#[derive(Default)]
+pub(crate) struct Counters(pub(crate) Vec<(String, u64)>);
+
+impl Serialize for Counters {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
+    }
+}
+
 /// Tables that were asked for.
 #[derive(Serialize, Default)]
 struct Tables {
     #[serde(skip_serializing_if = "Option::is_none")]
-    counters: Option<BTreeMap<String, u64>>,
+    counters: Option<Counters>,
     #[serde(skip_serializing_if = "Option::is_none")]
     sockets: Option<Vec<Socket>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -117,7 +126,7 @@ struct Tables {
 pub(crate) struct Summary {
     pub(crate) sockets: usize,
     pub(crate) connections: usize,
-    pub(crate) counters: BTreeMap<String, u64>,
+    pub(crate) counters: Counters,
 }
 
 /// Returns the summary of the node that runs, if one does.
@@ -153,13 +162,16 @@ fn addr(octets: [u8; 16]) -> IpAddr {
     IpAddr::V6(octets.into()).to_canonical()
 }
 
-fn counters(control: &Control) -> io::Result<BTreeMap<String, u64>> {
-    let (bytes, _) = control.info(raw::COUNTERS)?;
-    let all = elements::<raw::Counter>(&bytes).map(|counter| {
-        let name = String::from_utf8_lossy(&counter.name);
-        (name.trim_end_matches('\0').to_owned(), counter.value)
-    });
-    Ok(all.collect())
+fn counters(control: &Control) -> io::Result<Counters> {
+    let mut all = Vec::new();
+    for number in [raw::COUNTERS, raw::OWN_COUNTERS] {
+        let (bytes, _) = control.info(number)?;
+        all.extend(elements::<raw::Counter>(&bytes).map(|counter| {
+            let name = String::from_utf8_lossy(&counter.name);
+            (name.trim_end_matches('\0').to_owned(), counter.value)
+        }));
+    }
+    Ok(Counters(all))
 }
 
 fn sockets(control: &Control) -> io::Result<Vec<Socket>> {
@@ -279,112 +291,145 @@ pub(super) fn run(args: &InfoArgs) -> Result<(), Failure> {
     }
 }
 
+/// Row of a table of rds-info.
+trait Row {
+    /// Columns: name and width.
+    const COLUMNS: &[(&str, usize)];
+
+    fn cells(&self) -> Vec<String>;
+}
+
+impl Row for (String, u64) {
+    const COLUMNS: &[(&str, usize)] = &[("CounterName", 25), ("Value", 16)];
+
+    fn cells(&self) -> Vec<String> {
+        vec![self.0.clone(), self.1.to_string()]
+    }
+}
+
+impl Row for Socket {
+    const COLUMNS: &[(&str, usize)] = &[
+        ("BoundAddr", 15),
+        ("BPort", 5),
+        ("ConnAddr", 15),
+        ("CPort", 5),
+        ("SndBuf", 10),
+        ("RcvBuf", 10),
+        ("Inode", 8),
+    ];
+
+    fn cells(&self) -> Vec<String> {
+        // An address that is not set is that of the other's family.
+        let addr = |of: IpAddr| match of == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
+            true => "0.0.0.0".to_owned(),
+            false => of.to_string(),
+        };
+        vec![
+            addr(self.bound_addr),
+            self.bound_port.to_string(),
+            addr(self.connected_addr),
+            self.connected_port.to_string(),
+            self.sndbuf.to_string(),
+            self.rcvbuf.to_string(),
+            self.inode.to_string(),
+        ]
+    }
+}
+
+impl Row for Connection {
+    const COLUMNS: &[(&str, usize)] = &[
+        ("LocalAddr", 15),
+        ("RemoteAddr", 15),
+        ("Tos", 3),
+        ("NextTX", 20),
+        ("NextRX", 20),
+        ("Flg", 3),
+    ];
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.local_addr.to_string(),
+            self.remote_addr.to_string(),
+            self.tos.map_or_else(|| "-".to_owned(), |tos| tos.to_string()),
+            self.next_tx.to_string(),
+            self.next_rx.to_string(),
+            self.flags.clone(),
+        ]
+    }
+}
+
+impl Row for Message {
+    const COLUMNS: &[(&str, usize)] = &[
+        ("LocalAddr", 15),
+        ("LPort", 5),
+        ("RemoteAddr", 15),
+        ("RPort", 5),
+        ("Tos", 3),
+        ("Seq", 20),
+        ("Bytes", 10),
+    ];
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.local_addr.to_string(),
+            self.local_port.to_string(),
+            self.remote_addr.to_string(),
+            self.remote_port.to_string(),
+            self.tos.to_string(),
+            self.sequence.to_string(),
+            self.bytes.to_string(),
+        ]
+    }
+}
+
+impl Row for IbConnection {
+    const COLUMNS: &[(&str, usize)] = &[
+        ("LocalAddr", 15),
+        ("RemoteAddr", 15),
+        ("Tos", 3),
+        ("SL", 2),
+        ("LocalDev", 32),
+        ("RemoteDev", 32),
+    ];
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.local_addr.to_string(),
+            self.remote_addr.to_string(),
+            self.tos.to_string(),
+            self.sl.to_string(),
+            self.local_gid.to_string(),
+            self.remote_gid.to_string(),
+        ]
+    }
+}
+
 /// Writes the tables as rds-info does.
 fn text(tables: &Tables) -> String {
     let mut out = String::new();
-    if let Some(counters) = &tables.counters {
-        let _ = writeln!(out, "\nCounters:\n{:>25} {:>16}", "CounterName", "Value");
-        for (name, value) in counters {
-            let _ = writeln!(out, "{name:>25} {value:>16}");
-        }
-    }
-    if let Some(sockets) = &tables.sockets {
-        let _ = writeln!(
-            out,
-            "\nRDS Sockets:\n{:>15} {:>5} {:>15} {:>5} {:>10} {:>10} {:>8}",
-            "BoundAddr", "BPort", "ConnAddr", "CPort", "SndBuf", "RcvBuf", "Inode"
-        );
-        for s in sockets {
-            // An address that is not set is that of the other's family.
-            let unset = |of: IpAddr| {
-                if of == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
-                    [0; 4].into()
-                } else {
-                    of
-                }
-            };
-            let _ = writeln!(
-                out,
-                "{:>15} {:>5} {:>15} {:>5} {:>10} {:>10} {:>8}",
-                unset(s.bound_addr).to_string(),
-                s.bound_port,
-                unset(s.connected_addr).to_string(),
-                s.connected_port,
-                s.sndbuf,
-                s.rcvbuf,
-                s.inode
-            );
-        }
-    }
-    if let Some(connections) = &tables.connections {
-        let _ = writeln!(
-            out,
-            "\nRDS Connections:\n{:>15} {:>15} {:>3} {:>20} {:>20} {:>3}",
-            "LocalAddr", "RemoteAddr", "Tos", "NextTX", "NextRX", "Flg"
-        );
-        for c in connections {
-            let _ = writeln!(
-                out,
-                "{:>15} {:>15} {:>3} {:>20} {:>20} {}",
-                c.local_addr.to_string(),
-                c.remote_addr.to_string(),
-                c.tos.map_or_else(|| "-".to_owned(), |tos| tos.to_string()),
-                c.next_tx,
-                c.next_rx,
-                c.flags
-            );
-        }
-    }
-    let queues = [
-        ("Receive", &tables.receive),
-        ("Send", &tables.send),
-        ("Retransmit", &tables.retransmit),
-    ];
-    for (name, queue) in queues {
-        if let Some(messages) = queue {
-            queue_text(&mut out, name, messages);
-        }
-    }
-    if let Some(connections) = &tables.ib {
-        let _ = writeln!(
-            out,
-            "\nRDS IB Connections:\n{:>15} {:>15} {:>3} {:>2} {:>32} {:>32}",
-            "LocalAddr", "RemoteAddr", "Tos", "SL", "LocalDev", "RemoteDev"
-        );
-        for c in connections {
-            let _ = writeln!(
-                out,
-                "{:>15} {:>15} {:>3} {:>2} {:>32} {:>32}",
-                c.local_addr.to_string(),
-                c.remote_addr.to_string(),
-                c.tos,
-                c.sl,
-                c.local_gid.to_string(),
-                c.remote_gid.to_string()
-            );
-        }
-    }
+    table(
+        &mut out,
+        "Counters",
+        tables.counters.as_ref().map(|counters| &counters.0),
+    );
+    table(&mut out, "RDS Sockets", tables.sockets.as_ref());
+    table(&mut out, "RDS Connections", tables.connections.as_ref());
+    table(&mut out, "Receive Message Queue", tables.receive.as_ref());
+    table(&mut out, "Send Message Queue", tables.send.as_ref());
+    table(&mut out, "Retransmit Message Queue", tables.retransmit.as_ref());
+    table(&mut out, "RDS IB Connections", tables.ib.as_ref());
     out
 }
 
-fn queue_text(out: &mut String, name: &str, messages: &[Message]) {
-    let _ = writeln!(
-        out,
-        "\n{name} Message Queue:\n{:>15} {:>5} {:>15} {:>5} {:>3} {:>20} {:>10}",
-        "LocalAddr", "LPort", "RemoteAddr", "RPort", "Tos", "Seq", "Bytes"
-    );
-    for m in messages {
-        let _ = writeln!(
-            out,
-            "{:>15} {:>5} {:>15} {:>5} {:>3} {:>20} {:>10}",
-            m.local_addr.to_string(),
-            m.local_port,
-            m.remote_addr.to_string(),
-            m.remote_port,
-            m.tos,
-            m.sequence,
-            m.bytes
-        );
+/// Writes a table, if it was asked for.
+fn table<T: Row>(out: &mut String, title: &str, rows: Option<&Vec<T>>) {
+    let Some(rows) = rows else { return };
+    let _ = writeln!(out, "\n{title}:");
+    let names = T::COLUMNS.iter().map(|(name, _)| (*name).to_owned()).collect();
+    for cells in std::iter::once(names).chain(rows.iter().map(Row::cells)) {
+        let columns = cells.iter().zip(T::COLUMNS);
+        let cells: Vec<_> = columns.map(|(cell, (_, width))| format!("{cell:>width$}")).collect();
+        let _ = writeln!(out, "{}", cells.join(" "));
     }
 }
 
@@ -395,7 +440,10 @@ mod tests {
     #[test]
     fn tables_have_the_columns_of_rds_info() {
         let tables = Tables {
-            counters: Some([("send_queued".to_owned(), 7)].into()),
+            counters: Some(Counters(vec![
+                ("send_queued".to_owned(), 7),
+                ("conn_reset".to_owned(), 8),
+            ])),
             sockets: Some(vec![Socket {
                 bound_addr: [192, 0, 2, 1].into(),
                 bound_port: 4000,
@@ -419,6 +467,7 @@ mod tests {
 Counters:
               CounterName            Value
               send_queued                7
+               conn_reset                8
 
 RDS Sockets:
       BoundAddr BPort        ConnAddr CPort     SndBuf     RcvBuf    Inode

@@ -1,7 +1,7 @@
 //! `ferroce rds`: RDS sockets of programs, and the node that has their connections.
 
 pub(crate) mod info;
-mod node;
+pub(crate) mod node;
 mod ping;
 
 use clap::{Args, Subcommand};
@@ -22,6 +22,16 @@ enum Rds {
     Info(info::InfoArgs),
     /// Measure the round trip to another host's RDS, as rds-ping does
     Ping(ping::PingArgs),
+}
+
+impl RdsCommand {
+    /// Name of the task that it is to hand over to the daemon, if it is.
+    pub(crate) fn handed_over(&self) -> Option<String> {
+        match &self.command {
+            Rds::Node(args) if args.daemon => Some(args.task_name()),
+            _ => None,
+        }
+    }
 }
 
 /// Runs a command.

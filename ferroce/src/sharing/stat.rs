@@ -86,7 +86,7 @@ fn rds_line(rds: &Summary, zeroes: bool) -> String {
         "rds sockets {} connections {}{}",
         rds.sockets,
         rds.connections,
-        counters(rds.counters.iter(), zeroes)
+        counters(rds.counters.0.iter().map(|(name, value)| (name, value)), zeroes)
     )
 }
 
@@ -153,6 +153,7 @@ fn broker_line(s: &Statistics, zeroes: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rds::info::Counters;
     use roce::broker::{Place, Report};
 
     #[test]
@@ -188,7 +189,7 @@ mod tests {
         let rds = Summary {
             sockets: 2,
             connections: 1,
-            counters: [("send_queued".to_owned(), 5), ("send_pong".to_owned(), 0)].into(),
+            counters: Counters(vec![("send_queued".to_owned(), 5), ("send_pong".to_owned(), 0)]),
         };
         assert_eq!(rds_line(&rds, false), "rds sockets 2 connections 1 send_queued 5");
         assert!(rds_line(&rds, true).contains("send_pong 0"));
