@@ -8,9 +8,13 @@ use std::{
 };
 
 use ferroce_tests::{
-    fresh_address,
-    process::{Finished, run},
+    ferroce, fresh_address,
+    process::{Finished, Running, run},
     root,
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
 };
 
 /// The facts on `rds_rdma` and rdma_rxe, which `cargo xtask interop --only rds-conformance` records of 6.1 and 6.12.
@@ -122,4 +126,111 @@ fn differences_are_noticed_new_gone_and_unknown() {
         unexpected("a x: 1\na y: 2\na z: 1\n", kernel, ""),
         ["a z: 1: not a fact of the kernel's"]
     );
+}
+
+/// A command of a user, who has a broker and a node of their own.
+fn of_user(home: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(ferroce());
+    command.args(args).env("XDG_RUNTIME_DIR", home);
+    command
+}
+
+fn run_of_user(home: &Path, args: &[&str]) -> Finished {
+    let mut running = Running::start_command(of_user(home, args), format!("ferroce {args:?}"));
+    running.wait();
+    running.end()
+}
+
+#[test]
+fn a_node_owns_its_address_and_answers_pings() {
+    let (home, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (own, absent) = (fresh_address().to_string(), fresh_address().to_string());
+    let start = |home: &Path| {
+        let args = ["rds", "node", "--json", "--stay", "--addr", &own];
+        Running::start_command(of_user(home, &args), "ferroce rds node".into())
+    };
+    let mut node = start(home.path());
+    assert_eq!(node.event("rds_opened")["address"], own);
+    for (home, why) in [(home.path(), "runs already"), (other.path(), "another RDS node has it")] {
+        let mut second = start(home);
+        second.wait();
+        let second = second.end();
+        let error = &second.json().pop().unwrap();
+        assert!(second.code == Some(1) && error["event"] == "error", "{error}");
+        assert!(error["message"].as_str().unwrap().contains(why), "{error}");
+    }
+    let ping = |to: &str, count: &str| {
+        let args = ["rds", "ping", "-c", count, "-i", "0.01", "-W", "2", "-I", &own, to];
+        run_of_user(home.path(), &args)
+    };
+    let answered = ping(&own, "3");
+    assert_eq!(answered.code, Some(0), "{}", answered.stderr);
+    let lines: Vec<_> = answered.stdout.lines().collect();
+    assert!(
+        lines.len() == 3 && lines.iter().all(|line| line.ends_with(" usec")),
+        "{lines:?}"
+    );
+    let unanswered = ping(&absent, "1");
+    assert_eq!(unanswered.code, Some(1), "{}", unanswered.stderr);
+    assert!(unanswered.stdout.contains("no answer"), "{}", unanswered.stdout);
+    assert_eq!(node.event("rds_connect_failed")["remote"], absent);
+
+    let tables = run_of_user(home.path(), &["rds", "info"]).stdout;
+    for head in [
+        "\nCounters:\n              CounterName            Value\n               conn_reset ",
+        "\nRDS Sockets:\n      BoundAddr BPort        ConnAddr CPort     SndBuf     RcvBuf    Inode\n",
+        "\nRDS Connections:\n      LocalAddr      RemoteAddr Tos ",
+        "\nReceive Message Queue:\n      LocalAddr LPort      RemoteAddr RPort Tos ",
+        "\nRDS IB Connections:\n",
+    ] {
+        assert!(tables.contains(head), "{head}: {tables}");
+    }
+    let counters = run_of_user(home.path(), &["rds", "info", "-c", "--json"]);
+    let counters = &counters.json()[0]["counters"];
+    assert_eq!((&counters["recv_ping"], &counters["send_pong"]), (&3.into(), &3.into()));
+    node.signal(Signal::SIGTERM);
+    node.wait();
+    let ended = node.end();
+    let summary = ended.json().pop().unwrap();
+    assert_eq!(
+        (ended.code, &summary["event"]),
+        (Some(0), &"summary".into()),
+        "{}",
+        ended.stderr
+    );
+    assert_eq!(summary["recv_ping"], 3);
+}
+
+#[test]
+fn a_node_in_the_background_holds_nothing_of_the_program_that_started_it() {
+    let home = tempfile::tempdir().unwrap();
+    let own = fresh_address().to_string();
+    // It stays until it is ended here.
+    let script = format!(
+        "export FERROCE_BROKER_LINGER=1000; ({0} rds ping -c 1 -I {own} {own}; {0} rds info -k) 2>&1 | cat",
+        ferroce().display()
+    );
+    let mut command = Command::new("sh");
+    command.args(["-c", &script]).env("XDG_RUNTIME_DIR", home.path());
+    let mut pipe = Running::start_command(command, "a pipeline".into());
+    pipe.wait();
+    // Its readers have seen the end of both streams.
+    let ended = pipe.end();
+    assert!(
+        ended.stdout.contains(" usec") && ended.stdout.contains("RDS Sockets"),
+        "{}",
+        ended.stdout
+    );
+    let home = home.path().display().to_string();
+    let helpers: Vec<i32> = fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok())
+        .filter(|pid| {
+            fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| String::from_utf8_lossy(&line).contains(&home))
+        })
+        .collect();
+    assert_eq!(helpers.len(), 2, "a node and a broker");
+    helpers
+        .into_iter()
+        .for_each(|pid| kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap());
 }

@@ -83,7 +83,10 @@ fn script(page: &str) -> String {
             "sh background" | "setup background" => script.extend([
                 text.trim_end(),
                 &format!(" > background.{number} 2>&1 &\nbackground+=($!)\n"),
-                &format!("until [ -s background.{number} ]; do sleep 0.1; kill -0 $!; done\n"),
+                &format!(
+                    "for ((waited = 0; ; waited++)); do\n[ ! -s background.{number} ] || break\nsleep 0.1\nkill -0 $!\n"
+                ),
+                &format!("[ $waited -lt 600 ] || {{ echo 'block {number} prints nothing' >&2; exit 1; }}\ndone\n"),
             ]),
             _ => {}
         }
