@@ -6,6 +6,7 @@ mod link;
 mod markdown;
 mod plot;
 mod progress;
+mod rds;
 mod shards;
 mod tcp;
 mod transport;
@@ -38,7 +39,7 @@ pub(crate) struct PageArgs {
     /// Duration of each measurement, seconds [default: 2; with --quick 0.5]
     #[arg(long, value_parser = seconds)]
     seconds: Option<f64>,
-    /// Measure only this part; may be repeated. Parts: bulk, latency, ack, one-sided, programs, operations, sizes, tcp,
+    /// Measure only this part; may be repeated. Parts: bulk, latency, ack, one-sided, programs, operations, sizes, tcp, rds,
     /// recovery, loss, sharing, scale, shards, block, rxe, instructions
     #[arg(long, value_name = "PART")]
     only: Vec<String>,
@@ -83,7 +84,7 @@ impl PageArgs {
 }
 
 /// Name, title, description and plot of each part.
-const PARTS: [(&str, &str, &str, Form); 16] = [
+const PARTS: [(&str, &str, &str, Form); 17] = [
     (
         "bulk",
         "Bandwidth",
@@ -143,6 +144,14 @@ const PARTS: [(&str, &str, &str, Form); 16] = [
         "UCX and libfabric over TCP",
         "On loopback: 1 MiB WRITEs compared with `ucx_perftest -t ucp_put_bw` with `UCX_TLS=tcp`, and a ping-pong of \
          SENDs compared with `fi_pingpong -p tcp`.",
+        Form::Bars,
+    ),
+    (
+        "rds",
+        "RDS",
+        "Messages one way between two unmodified programs on loopback (`tests/apps/c/flow.c`): `AF_RDS` sockets under \
+         `ferroce run`, with a node for either side, compared with UDP and TCP sockets. Of UDP what has come counts; \
+         RDS and TCP lose nothing.",
         Form::Bars,
     ),
     (
@@ -293,6 +302,7 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
         "operations" => transport::operations(ferroce, args),
         "tcp" => tcp::tcp(ferroce, args),
         "sizes" => tcp::sizes(ferroce, args, scratch),
+        "rds" => rds::rds(ferroce, args, scratch),
         "shards" => {
             let mut figures = shards::engines(ferroce, args)?;
             figures.extend(shards::loops(ferroce, args, scratch)?);
