@@ -6,9 +6,10 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use rds_node::{Broken, NodeEvent, PairKey};
+use rds_node::{Broken, NodeEvent, NodeStats, PairKey};
 use rnbd::client::{error::MapError, output::LossCause};
 use rnbd_host::{
+    LoopStats,
     control::Reloaded,
     map::MapNews,
     serve::{ServeEvent, ServedPath},
@@ -366,6 +367,15 @@ pub(crate) fn counters(stats: &DeviceStats) -> BTreeMap<String, u64> {
     let sockets = stats.path.named().map(|(name, n)| (format!("socket_{name}"), n));
     let all = own.map(|(name, n)| (name.to_owned(), n));
     all.chain(stats.port.cm.named()).chain(sockets).collect()
+}
+
+/// Returns the numbers of an RDS node's loop.
+pub(crate) fn loop_stats(stats: &NodeStats) -> LoopStats {
+    LoopStats {
+        devices: stats.devices.clone(),
+        usage: stats.usage,
+        turns: stats.turns,
+    }
 }
 
 /// Bytes and requests of the users of devices.

@@ -19,7 +19,7 @@ use rtrs::{
 };
 
 use super::registry::ServiceRegistry;
-use crate::{event::counters, rds::node};
+use crate::event::{counters, loop_stats};
 
 /// Returns the metrics of all mappings, servers and RDS nodes; those that end in between are missing.
 pub(super) fn text(services: &ServiceRegistry) -> String {
@@ -328,7 +328,7 @@ fn nodes(out: &mut Metrics, nodes: &[Arc<NodeControl>]) -> Vec<LoopStats> {
             }
         }
     }
-    all.iter().map(node::loop_stats).collect()
+    all.iter().map(loop_stats).collect()
 }
 
 /// Writes the counters of our addresses, under the names of `--json`.

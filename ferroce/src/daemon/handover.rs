@@ -12,9 +12,8 @@ const OWN: [&str; 3] = ["daemon", "verbose", "quiet"];
 
 /// Starts the command line as a task of the daemon, with this name.
 pub(crate) fn hand_over(kind: &Kind, name: &str, command: &Command, matches: &ArgMatches) -> Result<(), Failure> {
-    let names = kind.subcommands().iter();
-    let of_kind = names.fold(Some((command, matches)), |found, name| {
-        let (command, matches) = found?;
+    let mut names = kind.subcommands().iter();
+    let of_kind = names.try_fold((command, matches), |(command, matches), name| {
         command.find_subcommand(name).zip(matches.subcommand_matches(name))
     });
     let words = of_kind.map_or(Ok(Vec::new()), |(command, matches)| words(command, matches))?;

@@ -9,7 +9,7 @@ use roce::broker::Error;
 
 use crate::{
     control::ControlArgs,
-    event::{Event, Moved},
+    event::{Event, Moved, loop_stats},
     output::Failure,
     place::{Place, Stage, foreground},
     report::{ReportArgs, Reporter},
@@ -206,13 +206,4 @@ fn counted(stats: &NodeStats) -> (LoopStats, Moved) {
         refused: stats.named().collect(),
     };
     (loop_stats(stats), moved)
-}
-
-/// Numbers of its loop.
-pub(crate) fn loop_stats(stats: &NodeStats) -> LoopStats {
-    LoopStats {
-        devices: stats.devices.clone(),
-        usage: stats.usage,
-        turns: stats.turns,
-    }
 }

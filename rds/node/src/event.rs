@@ -69,6 +69,7 @@ pub enum NodeEvent {
 /// Subject of an event that may be repeated.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Subject {
+    NotOpened(IpAddr),
     ConnectFailed(PairKey),
     Refused(IpAddr),
     Congested(SocketAddr),
@@ -79,6 +80,7 @@ enum Subject {
 impl NodeEvent {
     fn subject(&self) -> Option<Subject> {
         Some(match self {
+            Self::NotOpened { addr, .. } => Subject::NotOpened(*addr),
             Self::ConnectFailed(key, _) => Subject::ConnectFailed(*key),
             Self::Refused { peer, .. } => Subject::Refused(*peer),
             Self::Congested(addr) => Subject::Congested(*addr),
