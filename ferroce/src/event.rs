@@ -97,7 +97,7 @@ events! {
 
     // Of the daemon.
     Idle { | config: Option<String>, control: Option<String> }
-        "waiting for tasks, as {}: `ferroce serve --daemon …` and `ferroce map --daemon …` start them{}; \
+        "waiting for tasks, as {}: `ferroce serve --daemon …`, `ferroce map --daemon …` and `ferroce rds node --daemon …` start them{}; \
          `ferroce daemon --help` has an example of a file",
         config.as_ref().map_or("no --config FILE was given".into(), |file| format!("{file} has no [serve.NAME], [map.NAME] or [rds.NAME]")),
         control.as_ref().map_or(String::new(), |path| format!(" (control socket {path})"));

@@ -199,7 +199,7 @@ impl Node {
         if len > socket.send_buffer || len > MAX_MESSAGE as usize {
             return Err(Error::TooLong);
         }
-        Ok((from, to))
+        Ok((from, unscoped(to)))
     }
 
     /// Checks whether the port of a destination is congested. If it is, the socket is a waiting one from now on: it is told when ports are

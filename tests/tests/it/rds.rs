@@ -24,8 +24,12 @@ const DIFFERENCES: &str = include_str!("../../../specs/rds-differences.tsv");
 
 /// Compiles `tests/interop/lab/rds-conformance.c`.
 fn conformance(dir: &Path) -> PathBuf {
-    let program = dir.join("rds-conformance");
-    let source = root().join("tests/interop/lab/rds-conformance.c");
+    compiled(dir, "tests/interop/lab/rds-conformance.c")
+}
+
+fn compiled(dir: &Path, source: &str) -> PathBuf {
+    let program = dir.join("program");
+    let source = root().join(source);
     let compiled = Command::new("cc")
         .args(["-Wall", "-O2", "-o"])
         .args([&program, &source])
@@ -233,4 +237,27 @@ fn a_node_in_the_background_holds_nothing_of_the_program_that_started_it() {
     helpers
         .into_iter()
         .for_each(|pid| kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap());
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a_link_local_address_is_of_an_interface() {
+    let home = tempfile::tempdir().unwrap();
+    let program = compiled(home.path(), "tests/apps/c/rds-link-local.c");
+    let script = format!(
+        "ip link set lo up; ip link add near type veth peer name far; ip link set near up; ip link set far up
+         ip addr add fe80::1/64 dev near nodad; {} run -- {} fe80::1 near far",
+        ferroce().display(),
+        program.display()
+    );
+    let mut command = Command::new("unshare");
+    command
+        .args(["--net", "sh", "-c", &script])
+        .env("XDG_RUNTIME_DIR", home.path());
+    let mut run = Running::start_command(command, "a namespace".into());
+    run.wait();
+    let run = run.end();
+    let expected = "bind 4000: done\nbind 4000: Address already in use\nbind 4001: Cannot assign requested address\n\
+                    bind 4002: done\n5 bytes from port 4002, its interface\n";
+    assert_eq!(run.stdout, expected, "{}", run.stderr);
 }
