@@ -199,6 +199,7 @@ fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mu
         cx.find_at(Rule::RnrUnresolved, rnr.frame, backwards, text);
         return;
     }
+    // What was asked for may have been lost before the capture, and lost again when it was repeated.
     if let Some(nak) = d.gap_nak.filter(|nak| nak.psn >= d.acked)
         && let Some(hole) = d
             .spans
@@ -207,7 +208,7 @@ fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mu
             .filter(|span| span.is_hole())
         && d.spans
             .from(nak.psn)
-            .any(|span| !span.is_hole() && span.last_ns > nak.time_ns && span.sent > 1)
+            .any(|span| !span.is_hole() && span.last_ns > nak.time_ns && span.sent > 2)
     {
         let text = format!(
             "PSN {} was never sent; the peer asked for it in frame {}",

@@ -68,8 +68,11 @@ const DAMAGES: &[(&str, &str, Damage, Rule, Option<u8>)] = &[
     ("loss-write-server", "a gap that is never filled", |p| {
         let nak = p.iter().position(is_gap_nak).unwrap();
         let psn = p[nak].psn();
-        let tail = p.split_off(nak + 1);
-        p.extend(tail.into_iter().filter(|s| s.opcode() != ACK && s.psn() != psn));
+        let mut tail = p.split_off(nak + 1);
+        tail.retain(|s| s.opcode() != ACK && s.psn() != psn);
+        // Sent again once it may have been lost again.
+        p.extend(tail.clone());
+        p.extend(tail);
     }, Rule::PsnSkipped, Some(2)),
     ("rping", "a first request with another PSN than was agreed, behind it", |p| shift(p, 2, -100), Rule::PsnStart, Some(2)),
     ("rping", "a first request with another PSN than was agreed, far ahead", |p| shift(p, 2, 100_000), Rule::PsnStart, Some(2)),
