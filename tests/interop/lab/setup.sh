@@ -23,9 +23,7 @@ agents() {
     gcc -Wall -O2 -o "$new/verbs-agent" "$HERE/verbs-agent.c" -libverbs
     gcc -Wall -O2 -o "$new/cm-agent" "$HERE/cm-agent.c" -lrdmacm -libverbs
     gcc -Wall -O2 -o "$new/host-agent" "$HERE/host-agent.c"
-    gcc -Wall -O2 -o "$new/rds-echo" "$HERE/rds-echo.c"
-    gcc -Wall -O2 -o "$new/rds-conformance" "$HERE/rds-conformance.c"
-    gcc -Wall -O2 -o "$new/rds-rdma" "$HERE/rds-rdma.c"
+    for program in peer conformance rdma; do gcc -Wall -O2 -o "$new/rds-$program" "$HERE/rds-$program.c"; done
     cp "$HERE/guest.sh" "$new/"
     mv "$new"/* .
     echo "$stamp" > agents-ready

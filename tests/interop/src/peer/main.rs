@@ -16,6 +16,7 @@ mod ops;
 mod packets;
 mod pingpong;
 mod rds;
+mod rds_odd;
 mod rping;
 mod serve;
 mod ucmatose;
@@ -81,6 +82,8 @@ enum Command {
     Held(held::Args),
     /// A node of RDS that sends messages or sends back what comes.
     Rds(rds::Args),
+    /// A peer of RDS that offers other versions and rejects connections.
+    RdsOdd(rds_odd::Args),
     /// Work on a device at an NBD socket, or a look at the image behind it.
     Disk(disk::Args),
     /// Runs a program on a host with host-agent.
@@ -130,6 +133,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Jump(args) => jump::run(addr, &args),
         Command::Held(args) => held::run(addr, &args),
         Command::Rds(args) => rds::run(addr, cli.datapath, &args),
+        Command::RdsOdd(args) => rds_odd::run(&device, addr, &args),
     };
     println!("counters: {:?}", device.stats());
     result

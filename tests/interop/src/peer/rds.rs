@@ -16,38 +16,44 @@ const RDMA_LEN: usize = 60_000;
 /// Arguments of the command.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// Port: of the other end with --connect, else ours
+    /// Port: of the other end and ours
     #[arg(long, default_value_t = 4000)]
     port: u16,
-    /// Send to this address; else send back what comes
+    /// Send to this address, and compare what comes back
     #[arg(long)]
     connect: Option<IpAddr>,
-    /// Lengths of the messages; without --connect only their number counts
+    /// The same once more with this type of service
+    #[arg(long, requires = "connect")]
+    tos: Option<u8>,
+    /// Then send back what comes
+    #[arg(long)]
+    serve: bool,
+    /// Lengths of the messages; only the number of those that are sent back counts
     #[arg(long, value_delimiter = ',', default_value = "0,1,4095,4096,4097,100000,1048576")]
     lens: Vec<usize>,
     /// Wait for a peer that offers memory, read and write it, and offer memory
-    #[arg(long, conflicts_with = "connect")]
+    #[arg(long, conflicts_with_all = ["connect", "serve"])]
     rdma: bool,
-    /// Type of service
-    #[arg(long)]
-    tos: Option<u8>,
 }
 
 pub(crate) fn run(addr: IpAddr, datapath: DatapathKind, args: &Args) -> Result<(), Error> {
     let mut options = NodeOptions::new(addr);
     options.device.datapath = datapath;
     let node = RdsNode::open(options)?;
-    let socket = node.socket()?;
-    socket.set_buffers(Some(1 << 20), Some(1 << 20))?;
-    let own = if args.connect.is_some() { 0 } else { args.port };
-    socket.bind((addr, own).into())?;
-    if let Some(tos) = args.tos {
-        socket.set_tos(tos)?;
+    let socket = bound(&node, args.port)?;
+    println!("waiting at {}", socket.local_addr()?);
+    if let Some(peer) = args.connect {
+        for tos in [None, args.tos].into_iter().take(1 + usize::from(args.tos.is_some())) {
+            let socket = bound(&node, 0)?;
+            tos.map_or(Ok(()), |tos| socket.set_tos(tos))?;
+            call(&socket, peer, args)?;
+        }
     }
-    match args.connect {
-        Some(peer) => call(&socket, peer, args)?,
-        None if args.rdma => rdma(&socket)?,
-        None => serve(&socket, args)?,
+    if args.serve {
+        serve(&socket, args)?;
+    }
+    if args.rdma {
+        rdma(&socket)?;
     }
     for connection in node.connections()? {
         println!("{connection:?}");
@@ -59,8 +65,14 @@ pub(crate) fn run(addr: IpAddr, datapath: DatapathKind, args: &Args) -> Result<(
     Ok(())
 }
 
+fn bound(node: &RdsNode, port: u16) -> Result<Socket, Error> {
+    let socket = node.socket()?;
+    socket.set_buffers(Some(1 << 20), Some(1 << 20))?;
+    socket.bind((node.addr(), port).into())?;
+    Ok(socket)
+}
+
 fn serve(socket: &Socket, args: &Args) -> Result<(), Error> {
-    println!("waiting at {}", socket.local_addr()?);
     for _ in &args.lens {
         let message = socket.recv_timeout(PATIENCE)?;
         socket.send_to(&message.data, message.from)?;
@@ -101,7 +113,6 @@ fn check(buffer: &Buffer, seed: usize, what: &str) -> Result<(), Error> {
 
 /// The other end is `rds-rdma` in a guest.
 fn rdma(socket: &Socket) -> Result<(), Error> {
-    println!("waiting at {}", socket.local_addr()?);
     let offer = socket.recv_timeout(PATIENCE)?;
     let (peer, cookie) = (offer.from, offer.cookie.ok_or("the message has no cookie")?);
     println!("{peer} offers {cookie}");

@@ -703,8 +703,27 @@ impl Ctx<'_> {
         self.places.run.join("broker")
     }
 
-    /// Starts a program under `ferroce run`, on our addresses of both families; by packet sockets on the one that it uses.
+    /// Starts a program under `ferroce run`, with the broker of [`broker`].
     fn preloaded(&self, name: &str, words: &[String], ip: Ip) -> Result<Proc, Error> {
+        Proc::spawn(
+            name,
+            self.run_command(words, ip)?
+                .env("FERROCE_BROKER_DIR", self.broker_dir()),
+            &self.dir,
+        )
+    }
+
+    /// Starts a program under `ferroce run`. What it starts in the background goes with the last of them.
+    pub(super) fn under_run(&self, name: &str, words: &[String], ip: Ip) -> Result<Proc, Error> {
+        let mut command = self.run_command(words, ip)?;
+        command
+            .env("FERROCE_BROKER_DIR", self.shared_dir())
+            .env("FERROCE_BROKER_LINGER", "0.5");
+        Proc::spawn(name, &mut command, &self.dir)
+    }
+
+    /// `ferroce run` with a program, on our addresses of both families; by packet sockets on the one that it uses.
+    fn run_command(&self, words: &[String], ip: Ip) -> Result<Command, Error> {
         // Lines shall come when they are written, as they do from the guest.
         let mut command = Command::new("stdbuf");
         command.args(["-o", "L"]).arg(&self.places.ferroce).arg("run");
@@ -715,9 +734,8 @@ impl Ctx<'_> {
         command
             .arg("--")
             .args(words)
-            .env("FERROCE_BROKER_DIR", self.broker_dir())
             .env("FERROCE_DATAPATH", self.datapath.to_string());
-        Proc::spawn(name, &mut command, &self.dir)
+        Ok(command)
     }
 }
 
