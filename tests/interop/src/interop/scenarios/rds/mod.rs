@@ -30,7 +30,7 @@ pub(super) fn list() -> Vec<Scenario> {
             .netem(netem)
             .waits()
     }));
-    let waiting: [(&str, fn(&mut Ctx<'_>) -> _); 3] = [
+    let waiting: [(&str, RunV4); 3] = [
         ("rds-unplugged", programs::unplugged),
         ("rds-our-node-restarts", our_node_restarts),
         ("rds-guest-restarts", programs::guest_restarts),
@@ -59,6 +59,7 @@ pub(super) fn list() -> Vec<Scenario> {
 }
 
 type Run = fn(&mut Ctx<'_>, Ip) -> Result<String, Error>;
+type RunV4 = fn(&mut Ctx<'_>) -> Result<String, Error>;
 
 /// Loads the kernel's RDS; the programs are of the lab.
 const LOAD: &str = "modprobe rds && modprobe rds_rdma || exit 1\n";
