@@ -200,8 +200,11 @@ pub(crate) struct SimArgs {
     /// Nodes and sockets of RDS instead of transports alone
     #[arg(long, conflicts_with_all = ["adversary", "observer", "storage"])]
     pub(crate) rds: bool,
+    /// Nodes of LNet instead of transports alone
+    #[arg(long, conflicts_with_all = ["adversary", "observer", "storage", "rds"])]
+    pub(crate) lnet: bool,
     /// Further arguments for the simulator (see `cargo run -p roce-sim -- --help`; -p ferroce-storage-sim with --storage,
-    /// -p ferroce-rds-sim with --rds)
+    /// -p ferroce-rds-sim with --rds, -p ferroce-lnet-sim with --lnet)
     #[arg(last = true)]
     pub(crate) rest: Vec<String>,
 }

@@ -23,15 +23,18 @@ pub(crate) enum Simulator {
     Storage,
     /// Nodes and sockets of RDS.
     Rds,
+    /// Nodes of LNet.
+    Lnet,
 }
 
 impl Simulator {
-    pub(crate) const ALL: [Self; 3] = [Self::Transport, Self::Storage, Self::Rds];
+    pub(crate) const ALL: [Self; 4] = [Self::Transport, Self::Storage, Self::Rds, Self::Lnet];
 
     fn of(args: &SimArgs) -> Self {
-        match (args.storage, args.rds) {
-            (true, _) => Self::Storage,
-            (_, true) => Self::Rds,
+        match (args.storage, args.rds, args.lnet) {
+            (true, ..) => Self::Storage,
+            (_, true, _) => Self::Rds,
+            (.., true) => Self::Lnet,
             _ => Self::Transport,
         }
     }
@@ -42,6 +45,7 @@ impl Simulator {
             Self::Transport => "roce-sim",
             Self::Storage => "ferroce-storage-sim",
             Self::Rds => "ferroce-rds-sim",
+            Self::Lnet => "ferroce-lnet-sim",
         }
     }
 
@@ -51,6 +55,7 @@ impl Simulator {
             Self::Transport => "",
             Self::Storage => " --storage",
             Self::Rds => " --rds",
+            Self::Lnet => " --lnet",
         }
     }
 }
@@ -81,6 +86,7 @@ pub(crate) fn suite(bin: &Path, simulator: Simulator, fixed: u64, fresh: u64) ->
         observer: false,
         storage: simulator == Simulator::Storage,
         rds: simulator == Simulator::Rds,
+        lnet: simulator == Simulator::Lnet,
         rest: Vec::new(),
     };
     let mut tally = simulate(bin, &args(None, fixed))?;

@@ -39,6 +39,8 @@ const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (250, 50), (20_000, 2000)];
 const STORAGE_SEEDS: [(u64, u64); 3] = [(60, 20), (300, 100), (4000, 400)];
 /// Likewise of the simulator of RDS.
 const RDS_SEEDS: [(u64, u64); 3] = [(40, 10), (100, 30), (5000, 500)];
+/// Likewise of the simulator of LNet.
+const LNET_SEEDS: [(u64, u64); 3] = [(40, 10), (40, 30), (5000, 500)];
 /// Cases of each property without a number of its own, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
@@ -508,7 +510,8 @@ impl<'a> Stage<'a> {
         } else {
             1 + usize::from(self.args.full())
         };
-        for (simulator, seeds) in Simulator::ALL.into_iter().zip([SIM_SEEDS, STORAGE_SEEDS, RDS_SEEDS]) {
+        let all = [SIM_SEEDS, STORAGE_SEEDS, RDS_SEEDS, LNET_SEEDS];
+        for (simulator, seeds) in Simulator::ALL.into_iter().zip(all) {
             let (fixed, fresh) = seeds[set];
             let program = self.programs.program(simulator.program())?;
             tally.add(sim::suite(program, simulator, fixed, fresh)?);

@@ -1,0 +1,39 @@
+//! State of a node, to be shown.
+
+use crate::proto::Nid;
+
+/// State of a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ConnectionInfo {
+    /// The peer.
+    pub peer: Nid,
+    /// Both sides may send.
+    pub is_established: bool,
+    /// The peer's incarnation.
+    pub incarnation: u64,
+    /// Credits.
+    pub credits: CreditInfo,
+    /// Messages that wait to be sent.
+    pub queued: usize,
+    /// Messages on their way.
+    pub in_flight: usize,
+    /// Answers of the peer that we wait for, each with a receive of its own.
+    pub asked: usize,
+    /// Transfers of the peer into our memory that it has not ended.
+    pub promised: usize,
+}
+
+/// State of a connection's credits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CreditInfo {
+    /// All that there are, each way.
+    pub depth: u16,
+    /// Messages that we may send.
+    pub available: u16,
+    /// Answers that we may ask for.
+    pub reserved: u16,
+    /// Messages that the peer may send.
+    pub theirs: u16,
+    /// Credits that go back with the next message.
+    pub outstanding: u16,
+}

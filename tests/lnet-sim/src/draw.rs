@@ -1,0 +1,101 @@
+//! Plan of a run, drawn from its seed.
+
+use core::time::Duration;
+
+use lnet::{Config, TieBreak};
+use roce_port::fabric::FabricConfig;
+use roce_sim::{HostPlan, MS, Rng, SEC, Scenario, US, lan::LagPlan};
+
+/// Plan of a program.
+#[derive(Clone, Debug)]
+pub(crate) struct ProgramPlan {
+    /// Operations to begin.
+    pub(crate) operations: u32,
+    /// Operations at a time.
+    pub(crate) at_once: usize,
+    /// Lengths of data.
+    pub(crate) lens: Vec<usize>,
+    /// Longest pause between two operations, nanoseconds.
+    pub(crate) think: u64,
+    /// Probability that an operation is a GET, that a PUT asks for an acknowledgement, and that nothing matches an operation.
+    pub(crate) gets: f64,
+    pub(crate) acks: f64,
+    pub(crate) misses: f64,
+}
+
+/// Plan of a run.
+pub(crate) struct Draw {
+    pub(crate) scenario: Scenario,
+    pub(crate) hosts: Vec<(HostPlan, FabricConfig, LagPlan)>,
+    /// By host.
+    pub(crate) configs: Vec<Config>,
+    pub(crate) programs: Vec<ProgramPlan>,
+    pub(crate) troubles: u32,
+    pub(crate) dies: bool,
+}
+
+fn config(rng: &mut Rng) -> Config {
+    let peer_credits = rng.pick(&[2, 3, 8, 8, 42, 128, 255]);
+    Config {
+        peer_credits,
+        high_water: (peer_credits / 2 + rng.index(usize::from(peer_credits / 2)) as u16).max(1),
+        max_frags: rng.pick(&[256, 257, 257]),
+        timeout: Duration::from_nanos(rng.pick(&[5 * SEC, 10 * SEC, 50 * SEC])),
+        keepalive: Some(Duration::from_nanos(rng.pick(&[SEC, 20 * SEC, 100 * SEC]))),
+        tie_break: rng.pick(&[TieBreak::Nid, TieBreak::Hash]),
+        ..Config::default()
+    }
+}
+
+fn program(scale: u32, rng: &mut Rng) -> ProgramPlan {
+    let lens: &[usize] = match rng.index(4) {
+        0 => &[0, 1, 100, 3976],
+        1 => &[3976, 3977, 4096],
+        2 => &[8192, 65_536, 3977],
+        _ => &[0, 48, 4096, 100, 3977, 1 << 17],
+    };
+    ProgramPlan {
+        operations: rng.range(1, u64::from(scale)) as u32,
+        at_once: rng.pick(&[1, 4, 16]),
+        lens: lens.to_vec(),
+        think: rng.pick(&[0, 20 * US, MS, 20 * MS]),
+        gets: rng.pick(&[0.0, 0.5, 1.0]),
+        acks: rng.pick(&[0.0, 0.5, 1.0]),
+        misses: rng.pick(&[0.0, 0.0, 0.1]),
+    }
+}
+
+impl Draw {
+    pub(crate) fn new(scale: u32, rng: &mut Rng) -> Self {
+        let calm = rng.chance(0.25);
+        let mut scenario = Scenario::draw(scale, rng);
+        if calm {
+            scenario.faults.loss = scenario.faults.loss.min(0.01);
+            scenario.faults.corrupt = 0.0;
+        }
+        let count = 2 + rng.index(2);
+        let hosts = (0..count)
+            .map(|i| {
+                let lag = LagPlan {
+                    most: rng.pick(&[0, 0, 20 * US, MS]),
+                    type_1_only: false,
+                };
+                let keys = FabricConfig {
+                    instant_keys: true,
+                    fast_registration: true,
+                    windows: true,
+                    tells_invalidated: true,
+                };
+                (HostPlan::draw(i, false, rng), keys, lag)
+            })
+            .collect();
+        Self {
+            scenario,
+            hosts,
+            configs: (0..count).map(|_| config(rng)).collect(),
+            programs: (0..count).map(|_| program(scale, rng)).collect(),
+            troubles: if calm { 0 } else { rng.range(0, 6) as u32 },
+            dies: rng.chance(0.5),
+        }
+    }
+}

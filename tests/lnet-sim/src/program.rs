@@ -1,0 +1,346 @@
+//! A host's node and its program.
+
+use std::collections::BTreeMap;
+
+use lnet::{Buffer, Entry, EntryOptions, Failure, Get, JobId, Node, Output, Put, proto::Nid, proto::PingInfo};
+use roce_sim::{Check, Coverage, Rng, SEC};
+use roce_verbs::{
+    Completion, Instant,
+    provider::{Cx, Event, QpId},
+};
+
+use crate::{
+    draw::ProgramPlan,
+    ledger::{Ledger, content},
+};
+
+/// Portal of memory that peers PUT into, each its own, found by its NID; of memory that they GET from; and one where nothing is.
+const SINKS: u32 = 10;
+const SOURCE: u32 = 11;
+const NOTHING: u32 = 12;
+const BITS: u64 = 0x1234_5678_9abc_def0;
+/// Bytes of a place for a PUT, places of a peer, and how long one is left alone after a PUT that has failed: it may still come.
+const PLACE: usize = 1 << 17;
+const PLACES: usize = 16;
+const REST: u64 = 200 * SEC;
+/// Bytes that a ping may bring.
+const PING: usize = 272;
+
+/// State of the world that a program works with.
+pub(crate) struct Env<'a> {
+    pub(crate) ledger: &'a mut Ledger,
+    pub(crate) rng: &'a mut Rng,
+    pub(crate) coverage: &'a mut Coverage,
+    pub(crate) hosts: &'a [Nid],
+}
+
+/// Operation of a program.
+#[derive(Debug)]
+enum What {
+    Put {
+        place: (Nid, usize),
+        ack: bool,
+    },
+    Get {
+        from: Nid,
+        offset: usize,
+        sink: Buffer,
+    },
+    Ping(Buffer),
+    /// Nothing matches it.
+    Miss {
+        is_put: bool,
+    },
+}
+
+/// Host's node and program.
+pub(crate) struct Side {
+    pub(crate) node: Node,
+    pub(crate) plan: ProgramPlan,
+    /// By peer.
+    sinks: BTreeMap<Nid, Buffer>,
+    jobs: BTreeMap<JobId, (u64, What)>,
+    /// When places of peers may be used.
+    places: BTreeMap<(Nid, usize), u64>,
+    begins_at: u64,
+}
+
+/// Number of the content of a host's memory for GETs.
+const fn source_number(nid: Nid) -> u64 {
+    nid.0 & 0xff
+}
+
+impl Side {
+    pub(crate) fn start(mut node: Node, plan: ProgramPlan, now: u64, hosts: &[Nid]) -> Self {
+        let entry = |portal, from, options, memory| Entry {
+            portal,
+            from,
+            match_bits: BITS,
+            ignore_bits: 0,
+            options: options | EntryOptions::MANAGE_REMOTE,
+            memory,
+            uses: None,
+        };
+        let source = Buffer::allocate(PLACE).expect("memory");
+        source.write(&content(source_number(node.nid()), PLACE));
+        node.attach(entry(SOURCE, None, EntryOptions::GET, source));
+        let mut sinks = BTreeMap::new();
+        let own = node.nid();
+        for peer in hosts.iter().filter(|peer| **peer != own) {
+            let sink = Buffer::allocate(PLACE * PLACES).expect("memory");
+            sinks.insert(*peer, sink.clone());
+            node.attach(entry(SINKS, Some(*peer), EntryOptions::PUT, sink));
+        }
+        Self {
+            node,
+            plan,
+            sinks,
+            jobs: BTreeMap::new(),
+            places: BTreeMap::new(),
+            begins_at: now,
+        }
+    }
+
+    /// Returns whether all has ended.
+    pub(crate) fn is_done(&self) -> bool {
+        self.plan.operations == 0 && self.jobs.is_empty()
+    }
+
+    /// Everything that can be done now.
+    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, env: &mut Env<'_>) -> Check {
+        let now = cx.now.as_nanos();
+        while let Some(output) = self.node.poll_output() {
+            match output {
+                Output::Done(id, result) => self.done(now, id, result, env)?,
+                Output::Served(served, Ok(len)) if served.is_put => {
+                    let Some(sink) = self.sinks.get(&served.from) else {
+                        return Err(format!("a PUT of {}", served.from));
+                    };
+                    let part = sink.part(served.offset, len as usize).ok_or("outside of the memory")?;
+                    env.ledger.put(served.hdr_data, &part.to_vec())?;
+                }
+                Output::Served(_, Ok(_)) => env.coverage.note("GET served"),
+                Output::Served(_, Err(_)) => env.coverage.note("operation of a peer that failed"),
+                Output::Unlinked(entry) => return Err(format!("{entry:?} is gone")),
+                Output::Up(..) => env.coverage.note("connection"),
+                Output::Down(_, Failure::Message(e)) => return Err(format!("a message of a peer: {e}")),
+                Output::Down(_, Failure::Credits(e)) => return Err(format!("credits: {e}")),
+                Output::Down(_, Failure::Restarted) => env.coverage.note("peer that started again"),
+                Output::Down(_, Failure::Timeout) => env.coverage.note("connection without progress"),
+                Output::Down(..) => env.coverage.note("connection lost"),
+                Output::Refused(_, why) => env
+                    .coverage
+                    .note_if("both connected at once", why == lnet::Refusal::Race),
+            }
+        }
+        self.check_credits()?;
+        while self.plan.operations > 0 && self.begins_at <= now && self.jobs.len() < self.plan.at_once {
+            self.begin(cx.now, env)?;
+            self.plan.operations -= 1;
+            self.begins_at = now + env.rng.range(0, self.plan.think);
+        }
+        Ok(())
+    }
+
+    fn check_credits(&self) -> Check {
+        for connection in self.node.connections() {
+            let (c, asked, promised) = (connection.credits, connection.asked, connection.promised);
+            let ours = usize::from(c.available.max(c.reserved)).max(asked);
+            let theirs = usize::from(c.theirs + c.outstanding) + promised;
+            let depth = usize::from(c.depth);
+            if ours.max(theirs) > depth || connection.in_flight > depth + 2 {
+                return Err(format!("{connection:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn done(&mut self, now: u64, id: JobId, result: Result<u32, Failure>, env: &mut Env<'_>) -> Check {
+        let Some((number, what)) = self.jobs.remove(&id) else {
+            return Err(format!("{id:?} ends, which was not begun"));
+        };
+        env.coverage.note_if("operation failed", result.is_err());
+        match (what, result) {
+            (What::Put { place, ack }, result) => {
+                let rest = if result.is_ok() && ack { 0 } else { REST };
+                self.places.insert(place, now + rest);
+                match result {
+                    Ok(len) => env.ledger.done(number, len, ack),
+                    Err(_) => env.ledger.over(number),
+                }
+            }
+            (What::Get { from, offset, sink }, Ok(len)) => {
+                env.ledger.done(number, len, false)?;
+                let all = content(source_number(from), PLACE);
+                match sink.to_vec() == all[offset..offset + sink.len()] {
+                    true => Ok(()),
+                    false => Err(format!("GET {number} brings other bytes than {from} has")),
+                }
+            }
+            (What::Ping(sink), Ok(len)) => {
+                env.ledger.over(number)?;
+                env.coverage.note("ping");
+                let bytes = sink.to_vec();
+                let info = PingInfo::parse(&bytes[..len as usize]).map_err(|e| e.to_string())?;
+                let up = info.interfaces().nth(1).map(|ni| ni.status);
+                match up == Some(lnet::proto::STATUS_UP) {
+                    true => Ok(()),
+                    false => Err(format!("{info:?}")),
+                }
+            }
+            (What::Miss { is_put }, Ok(_)) if !is_put => Err(format!("GET {number} finds something")),
+            (_, _) => env.ledger.over(number),
+        }
+    }
+
+    fn begin(&mut self, now: Instant, env: &mut Env<'_>) -> Check {
+        let others: Vec<Nid> = env
+            .hosts
+            .iter()
+            .copied()
+            .filter(|nid| *nid != self.node.nid())
+            .collect();
+        let peer = others[env.rng.index(others.len())];
+        let len = env.rng.pick(&self.plan.lens);
+        let (is_get, is_miss) = (env.rng.chance(self.plan.gets), env.rng.chance(self.plan.misses));
+        let (id, number, what) = if env.rng.chance(0.05) {
+            let sink = Buffer::allocate(PING).ok_or("no memory")?;
+            let id = self.node.ping(now, peer, sink.clone());
+            (id, env.ledger.begin(0), What::Ping(sink))
+        } else if is_get {
+            self.begin_get(now, peer, (len.max(1), is_miss), env)?
+        } else {
+            match self.begin_put(now, peer, (len, is_miss), env)? {
+                Some(begun) => begun,
+                None => return Ok(()),
+            }
+        };
+        let id = id.map_err(|e| e.to_string())?;
+        self.jobs.insert(id, (number, what));
+        Ok(())
+    }
+
+    fn begin_get(
+        &mut self,
+        now: Instant,
+        peer: Nid,
+        (len, is_miss): (usize, bool),
+        env: &mut Env<'_>,
+    ) -> Result<(Result<JobId, Failure>, u64, What), String> {
+        let sink = Buffer::allocate(len).ok_or("no memory")?;
+        let offset = env.rng.index(PLACE - len + 1);
+        let get = Get {
+            peer,
+            portal: if is_miss { NOTHING } else { SOURCE },
+            match_bits: BITS,
+            offset: offset as u32,
+            sink: sink.clone(),
+        };
+        let what = match is_miss {
+            true => What::Miss { is_put: false },
+            false => What::Get {
+                from: peer,
+                offset,
+                sink,
+            },
+        };
+        Ok((self.node.get(now, &get), env.ledger.begin(len), what))
+    }
+
+    #[expect(clippy::type_complexity, reason = "what begin_get returns, if there is a place")]
+    fn begin_put(
+        &mut self,
+        now: Instant,
+        peer: Nid,
+        (len, is_miss): (usize, bool),
+        env: &mut Env<'_>,
+    ) -> Result<Option<(Result<JobId, Failure>, u64, What)>, String> {
+        let free = |place: &usize| self.places.get(&(peer, *place)).is_none_or(|at| *at <= now.as_nanos());
+        let Some(place) = (0..PLACES).find(free) else {
+            env.coverage.note("no place for a PUT");
+            return Ok(None);
+        };
+        let number = env.ledger.begin(len);
+        // A buffer has at least a byte.
+        let memory = Buffer::allocate(len.max(1)).ok_or("no memory")?;
+        memory.write(&content(number, len));
+        let source = memory.part(0, len).ok_or("no part")?;
+        let ack = env.rng.chance(self.plan.acks);
+        let put = Put {
+            peer,
+            portal: if is_miss { NOTHING } else { SINKS },
+            match_bits: BITS,
+            hdr_data: number,
+            offset: (place * PLACE) as u32,
+            source,
+            ack,
+        };
+        let what = match is_miss {
+            true => What::Miss { is_put: true },
+            false => {
+                self.places.insert((peer, place), u64::MAX);
+                What::Put {
+                    place: (peer, place),
+                    ack,
+                }
+            }
+        };
+        Ok(Some((self.node.put(now, &put), number, what)))
+    }
+
+    /// The host dies with its operations.
+    pub(crate) fn die(&mut self, env: &mut Env<'_>) -> Check {
+        let jobs = core::mem::take(&mut self.jobs);
+        jobs.into_values().try_for_each(|(number, _)| env.ledger.over(number))
+    }
+
+    /// When it wants to go on by itself.
+    pub(crate) fn wakes_at(&self) -> Option<Instant> {
+        let begins = self.plan.operations > 0 && self.jobs.len() < self.plan.at_once;
+        begins.then(|| Instant::from_nanos(self.begins_at))
+    }
+
+    /// Returns what it waits for.
+    pub(crate) fn situation(&self) -> String {
+        format!(
+            "{}: {} operations to begin, {:?} under way, {:?}",
+            self.node.nid(),
+            self.plan.operations,
+            self.jobs,
+            self.node.connections().collect::<Vec<_>>()
+        )
+    }
+}
+
+/// A host's turn.
+pub(crate) struct Turn<'a> {
+    pub(crate) side: &'a mut Side,
+    pub(crate) env: Env<'a>,
+}
+
+impl roce_sim::lan::Machines for Turn<'_> {
+    fn completion(&mut self, cx: &mut Cx<'_>, qp: QpId, wc: &Completion) {
+        self.side.node.completion(cx, qp, wc);
+    }
+
+    fn event(&mut self, cx: &mut Cx<'_>, event: &Event) {
+        self.side.node.event(cx, event);
+    }
+
+    fn timeout(&mut self, cx: &mut Cx<'_>) {
+        self.side.node.timeout(cx);
+    }
+
+    fn work(&mut self, cx: &mut Cx<'_>) -> Check {
+        self.side.work(cx, &mut self.env)
+    }
+
+    fn end_batch(&mut self, cx: &mut Cx<'_>) {
+        self.side.node.end_batch(cx);
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        let wakes = self.side.wakes_at().into_iter();
+        wakes.chain(self.side.node.next_timeout()).min()
+    }
+}

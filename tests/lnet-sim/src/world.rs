@@ -1,0 +1,306 @@
+//! Hosts with nodes and programs, and everything that can happen to them.
+
+use std::net::IpAddr;
+
+use lnet::{Config, Node, proto::Nid};
+use roce_bth::{Packet, Syndrome};
+use roce_port::fabric::Usage;
+use roce_sim::{
+    Check, Coverage, Faults, Frame, LanWorld, Link, MS, Rng, SEC, Simulation, Trace,
+    lan::{Lan, LanEvent, Way, of_host},
+};
+use roce_verbs::provider::Cx;
+
+use crate::{
+    LnetStats,
+    draw::{Draw, ProgramPlan},
+    ledger::Ledger,
+    program::{Env, Side, Turn},
+};
+
+/// Event that is none of the network's.
+#[derive(Debug)]
+pub(crate) enum WorldEvent {
+    /// A trouble begins.
+    Trouble,
+    /// A host starts again.
+    Boot(usize),
+    /// The link carries packets again.
+    Heal(Way),
+    /// From here on nothing goes wrong any more.
+    Quiet,
+}
+
+/// Everything.
+pub(crate) struct World {
+    lan: Lan<WorldEvent>,
+    configs: Vec<Config>,
+    hosts: Vec<Nid>,
+    /// By host; `None` while it is dead.
+    sides: Vec<Option<Side>>,
+    plans: Vec<ProgramPlan>,
+    empty: Vec<Usage>,
+    ledger: Ledger,
+    coverage: Coverage,
+    rng: Rng,
+    chaos: Rng,
+    dies: bool,
+    quiet: bool,
+    /// All programs are done, and nodes end.
+    stopping: bool,
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
+        let draw = Draw::new(scale, &mut Rng::new(seed, 70));
+        let scenario = &draw.scenario;
+        let link = |rng: &mut Rng| Link::new(scenario.link(rng));
+        let lan = Lan::new(&draw.hosts, 1, link, Rng::new(seed, 71), trace);
+        let count = draw.hosts.len();
+        let nid = |addr: IpAddr| match addr {
+            IpAddr::V4(addr) => Nid::o2ib(addr),
+            IpAddr::V6(_) => unreachable!("hosts have IPv4 addresses"),
+        };
+        let mut world = Self {
+            empty: lan.nodes.iter().map(|node| node.fabric.usage()).collect(),
+            lan,
+            configs: draw.configs,
+            hosts: draw.hosts.iter().map(|(host, ..)| nid(host.addr)).collect(),
+            sides: (0..count).map(|_| None).collect(),
+            plans: draw.programs,
+            ledger: Ledger::default(),
+            coverage: Coverage::default(),
+            rng: Rng::new(seed, 72),
+            chaos: Rng::new(seed, 73),
+            dies: draw.dies,
+            quiet: false,
+            stopping: false,
+        };
+        for host in 0..count {
+            world.start(host).expect("a node listens");
+        }
+        let end = draw.scenario.chaos_end.max(2 * SEC);
+        for _ in 0..draw.troubles {
+            let at = world.chaos.range(0, end);
+            world.lan.schedule(at, LanEvent::World(WorldEvent::Trouble));
+        }
+        world.lan.schedule(end, LanEvent::World(WorldEvent::Quiet));
+        world
+    }
+
+    fn start(&mut self, host: usize) -> Check {
+        let now = self.lan.instant();
+        let mut random = self.rng.source();
+        let mut provider = self.lan.nodes[host].provider(now);
+        let mut cx = Cx {
+            now,
+            provider: &mut provider,
+            random: &mut random,
+        };
+        let incarnation = 1 + now.as_nanos() / 1000;
+        let node = Node::listen(&mut cx, self.configs[host].clone(), self.hosts[host], incarnation);
+        let node = node.map_err(|e| e.to_string())?;
+        let side = Side::start(node, self.plans[host].clone(), now.as_nanos(), &self.hosts);
+        self.sides[host] = Some(side);
+        self.lan.want_turn(host, self.lan.now);
+        Ok(())
+    }
+
+    /// All programs are done: nodes end, and what they had is given back.
+    fn rest(&mut self) -> Check {
+        self.pass(400 * SEC)?;
+        self.stopping = true;
+        for host in 0..self.sides.len() {
+            self.lan.want_turn(host, self.lan.now);
+        }
+        self.pass(400 * SEC)?;
+        for (host, side) in self.sides.iter().enumerate() {
+            if side.as_ref().is_some_and(|side| !side.node.is_stopped()) {
+                return Err(format!("the node of host {host} does not end"));
+            }
+        }
+        self.lan.check_usage(&self.empty)
+    }
+
+    fn turn(&mut self, host: usize) -> Check {
+        self.lan.receive(host);
+        let now = self.lan.instant();
+        let mut next = None;
+        if let Some(side) = &mut self.sides[host] {
+            let mut random = self.rng.source();
+            let env = Env {
+                ledger: &mut self.ledger,
+                rng: &mut self.rng,
+                coverage: &mut self.coverage,
+                hosts: &self.hosts,
+            };
+            let mut turn = Turn { side, env };
+            next = of_host(&mut self.lan.nodes[host], now, &mut random, &mut turn)?;
+            if self.stopping && !side.node.is_stopped() {
+                let mut provider = self.lan.nodes[host].provider(now);
+                side.node.stop(&mut Cx {
+                    now,
+                    provider: &mut provider,
+                    random: &mut random,
+                });
+            }
+        }
+        self.lan.nodes[host].lag.check()?;
+        self.lan.transmit(host);
+        let port = self.lan.nodes[host].next_timeout();
+        if let Some(at) = [next, port].into_iter().flatten().min() {
+            let at = at.as_nanos().max(now.as_nanos() + 1);
+            self.lan.want_turn(host, at);
+        }
+        Ok(())
+    }
+
+    fn trouble(&mut self) -> Check {
+        let hosts = self.lan.nodes.len();
+        let host = self.chaos.index(hosts);
+        let other = (host + 1 + self.chaos.index(hosts - 1)) % hosts;
+        let pause = self.chaos.range(MS, 3 * SEC);
+        match self.chaos.index(4) {
+            0 if self.dies => self.die(host, pause)?,
+            1 => {
+                self.coverage.note("process that stands still");
+                self.lan.stop(host, pause);
+            }
+            2 => {
+                self.coverage.note("one-way cut");
+                self.cut(host, other, pause);
+            }
+            _ => {
+                self.coverage.note("partition");
+                self.cut(host, other, pause);
+                self.cut(other, host, pause);
+            }
+        }
+        Ok(())
+    }
+
+    fn cut(&mut self, from: usize, to: usize, pause: u64) {
+        let way = Way {
+            from,
+            to,
+            network: None,
+        };
+        self.lan.set_cut(way, true);
+        self.lan.schedule(pause, LanEvent::World(WorldEvent::Heal(way)));
+    }
+
+    fn die(&mut self, host: usize, pause: u64) -> Check {
+        let Some(mut side) = self.sides[host].take() else {
+            return Ok(());
+        };
+        self.coverage.note("crash");
+        let mut env = Env {
+            ledger: &mut self.ledger,
+            rng: &mut self.rng,
+            coverage: &mut self.coverage,
+            hosts: &self.hosts,
+        };
+        side.die(&mut env)?;
+        self.plans[host] = side.plan;
+        self.lan.kill(host);
+        self.lan.schedule(pause, LanEvent::World(WorldEvent::Boot(host)));
+        Ok(())
+    }
+
+    fn enter_quiet(&mut self) {
+        self.quiet = true;
+        for link in self.lan.links() {
+            link.faults = Faults::quiet(link.faults);
+            (link.cut, link.lag) = (false, 0);
+        }
+        for host in 0..self.sides.len() {
+            if let Some(side) = &mut self.sides[host] {
+                // Each takes as long as a timeout.
+                side.plan.misses = 0.0;
+            }
+            self.plans[host].misses = 0.0;
+            self.lan.want_turn(host, self.lan.now);
+        }
+    }
+}
+
+/// No message may come before there is a receive for it.
+fn check_receives(frame: &Frame) -> Check {
+    let aeth = Packet::parse(&frame.bytes).ok().and_then(|packet| packet.header.aeth());
+    let is_rnr = aeth.is_some_and(|aeth| matches!(aeth.syndrome, Syndrome::Rnr(_)));
+    match is_rnr && !frame.damaged {
+        true => Err(format!("{} has no receive for a message", frame.src)),
+        false => Ok(()),
+    }
+}
+
+impl LanWorld for World {
+    type Event = WorldEvent;
+
+    fn lan(&mut self) -> &mut Lan<WorldEvent> {
+        &mut self.lan
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.quiet
+    }
+
+    fn is_done(&self) -> bool {
+        let done = |side: &Option<Side>| side.as_ref().is_some_and(Side::is_done);
+        self.quiet && self.sides.iter().all(done)
+    }
+
+    fn situation(&self) -> String {
+        let sides = self.sides.iter().flatten().map(Side::situation);
+        sides.collect::<Vec<_>>().join("; ")
+    }
+
+    fn step(&mut self, what: LanEvent<WorldEvent>) -> Check {
+        match what {
+            LanEvent::Arrive { node, frame } => {
+                check_receives(&frame)?;
+                self.lan.arrive(node, frame);
+            }
+            LanEvent::Turn { node, boot } => {
+                if self.lan.begin_turn(node, boot) {
+                    self.turn(node)?;
+                }
+            }
+            LanEvent::World(WorldEvent::Trouble) if self.quiet => {}
+            LanEvent::World(WorldEvent::Trouble) => self.trouble()?,
+            LanEvent::World(WorldEvent::Boot(host)) => {
+                self.lan.boot(host);
+                self.start(host)?;
+            }
+            LanEvent::World(WorldEvent::Heal(way)) => self.lan.set_cut(way, false),
+            LanEvent::World(WorldEvent::Quiet) => self.enter_quiet(),
+        }
+        Ok(())
+    }
+}
+
+impl Simulation for World {
+    type Counts = LnetStats;
+
+    fn run(&mut self) -> Check {
+        self.run_until_done()?;
+        self.rest()
+    }
+
+    fn now(&self) -> u64 {
+        self.lan.now
+    }
+
+    fn into_counts(self) -> LnetStats {
+        LnetStats {
+            runs: 1,
+            packets: self.lan.packets,
+            lost: self.lan.stats.lost + self.lan.stats.overflowed,
+            begun: self.ledger.begun(),
+            done: self.ledger.done,
+            simulated_ns: self.lan.now,
+            trace_hash: self.lan.trace.hash() ^ self.ledger.done,
+            coverage: self.coverage.runs(),
+        }
+    }
+}
