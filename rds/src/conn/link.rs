@@ -30,6 +30,8 @@ const STRIDE: usize = MAX_SEND.next_multiple_of(64);
 const RECV: u64 = 1 << 63;
 /// Work requests after which one is signaled.
 const SIGNAL_EACH: u64 = 16;
+/// Bytes of operations whose local memory is copied, at a time.
+const MAX_STAGED: usize = 4 << 20;
 /// Local elements of a work request, unless the device has fewer. The kernel has as many.
 const MAX_SGES: u32 = 8;
 
@@ -335,6 +337,12 @@ impl<'a> Train<'a> {
             self.end_operation();
         }
         Ok(())
+    }
+
+    /// Returns whether an operation can begin, or go on. If not it can when others have ended.
+    pub(crate) fn has_room_for(&self, operation: &Prepared, from: usize) -> bool {
+        let staged = self.link.operations.staged();
+        from > 0 || staged == 0 || staged + operation.staged() <= MAX_STAGED
     }
 
     /// Adds a work request of an operation, which begins with it if `from` is 0. Returns how many pieces it has.

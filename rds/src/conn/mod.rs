@@ -7,6 +7,7 @@ mod outgoing;
 mod phase;
 mod queue;
 mod receiver;
+mod staged;
 
 use core::{net::SocketAddr, time::Duration};
 use std::collections::VecDeque;
@@ -20,6 +21,7 @@ pub(crate) use outgoing::Outgoing;
 pub(crate) use phase::{Answer, Phase};
 pub(crate) use queue::SendQueue;
 pub(crate) use receiver::{Incoming, Receiver};
+pub(crate) use staged::Staged;
 
 use crate::{
     config::Config,
@@ -163,6 +165,7 @@ impl Connection {
             }
             match self.queue.next(self.receiver.ack()) {
                 None => break,
+                Some(Next::Operation(operation, from)) if !train.has_room_for(operation, from) => break,
                 Some(Next::Operation(operation, from)) => match train.push_operation(provider, operation, from) {
                     Ok(pieces) => {
                         if self.queue.operated(pieces) {

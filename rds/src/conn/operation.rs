@@ -1,13 +1,14 @@
 //! Operations on their way through a queue pair.
 
 use core::ops::Range;
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
 use roce_verbs::{
     AccessFlags, RKey, RemoteAddr, SendOp, Sge, WcStatus,
-    provider::{MrId, PdId, Provider, Registration, VerbsError},
+    provider::{Memory, MrId, PdId, Provider, Registration, VerbsError},
 };
 
+use super::staged::Staged;
 use crate::{
     rdma::{Operation, OperationFlags, OperationKind, RdmaNotice, RdmaStatus},
     socket::SocketId,
@@ -47,9 +48,23 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// Pieces of local memory, which are posted in order.
+    /// Pieces of local memory, which are posted in order. A copy is one.
     pub(super) fn pieces(&self) -> usize {
-        self.operation.pieces.len()
+        if self.is_staged() {
+            1
+        } else {
+            self.operation.pieces.len()
+        }
+    }
+
+    /// Returns whether devices use a copy of the local memory.
+    fn is_staged(&self) -> bool {
+        self.operation.memory.foreign().is_some()
+    }
+
+    /// Bytes of that.
+    pub(super) fn staged(&self) -> usize {
+        if self.is_staged() { self.operation.bytes() } else { 0 }
     }
 
     /// Returns whether the SENDs of the message have to wait for it.
@@ -57,15 +72,23 @@ impl Prepared {
         self.operation.kind.fetches() || self.operation.flags.contains(OperationFlags::FENCE)
     }
 
-    /// Registers the local memory, with which `first` becomes the number of the first work request.
+    /// Registers the local memory or its copy, with which `first` becomes the number of the first work request.
     pub(super) fn begin(&mut self, provider: &mut dyn Provider, pd: PdId, first: u64) -> Result<Posted, VerbsError> {
-        let hull = self.operation.hull();
+        let missing = || VerbsError::Invalid("local memory is missing".into());
+        let staged = match self.is_staged() {
+            true => Some(Staged::new(&self.operation).ok_or_else(missing)?),
+            false => None,
+        };
+        let (memory, hull): (Arc<dyn Memory>, _) = match &staged {
+            Some(staged) => (staged.pages().clone(), 0..staged.pages().len()),
+            None => (self.operation.memory.clone(), self.operation.hull()),
+        };
         let access = match self.operation.kind.fetches() {
             true => AccessFlags::LOCAL_WRITE,
             false => AccessFlags::empty(),
         };
         let what = Registration {
-            memory: self.operation.memory.clone(),
+            memory,
             offset: hull.start,
             len: hull.len(),
             iova: None,
@@ -77,6 +100,7 @@ impl Prepared {
             last: None,
             mr: mr.id,
             base: (mr.addr.wrapping_sub(hull.start as u64), mr.lkey),
+            staged,
             ticket: self.ticket.take(),
             is_reported: false,
         })
@@ -85,7 +109,9 @@ impl Prepared {
     /// Returns a work request of `pieces`, with its local elements.
     pub(super) fn request(&self, posted: &Posted, pieces: Range<usize>) -> (SendOp, Vec<Sge>) {
         let Operation { cookie, remote, .. } = self.operation;
-        let before: usize = self.operation.pieces[..pieces.start].iter().map(Range::len).sum();
+        let copy = posted.staged.as_ref().map(|staged| [0..staged.pages().len()]);
+        let all = copy.as_ref().map_or(&*self.operation.pieces, |copy| copy.as_slice());
+        let before: usize = all[..pieces.start].iter().map(Range::len).sum();
         let remote = RemoteAddr {
             addr: cookie.address(remote.wrapping_add(before as u64)),
             rkey: RKey(cookie.rkey()),
@@ -102,7 +128,7 @@ impl Prepared {
             length: piece.len() as u32,
             lkey,
         };
-        (op, self.operation.pieces[pieces].iter().map(sge).collect())
+        (op, all[pieces].iter().map(sge).collect())
     }
 }
 
@@ -116,9 +142,21 @@ pub(crate) struct Posted {
     mr: MrId,
     /// Address of the memory's offset 0, and local key.
     base: (u64, roce_verbs::LKey),
+    /// The memory, if it is a copy.
+    staged: Option<Staged>,
     /// `None`: the socket is closed.
     ticket: Option<Ticket>,
     is_reported: bool,
+}
+
+impl Posted {
+    /// Gives the local memory what was fetched.
+    fn finish(&self) -> RdmaStatus {
+        match self.staged.as_ref().map_or(Some(()), Staged::finish) {
+            Some(()) => RdmaStatus::Success,
+            None => RdmaStatus::OtherError,
+        }
+    }
 }
 
 /// End of an operation for its socket. `None`: the report was made before.
@@ -143,6 +181,12 @@ impl Operations {
         self.0.is_empty()
     }
 
+    /// Bytes of copies of local memory.
+    pub(super) fn staged(&self) -> usize {
+        let copies = self.0.iter().filter_map(|posted| posted.staged.as_ref());
+        copies.map(|staged| staged.pages().len()).sum()
+    }
+
     /// Number of operations of a socket.
     pub(crate) fn of(&self, socket: SocketId) -> usize {
         let is_its = |posted: &&Posted| posted.ticket.is_some_and(|ticket| ticket.socket == socket);
@@ -160,8 +204,10 @@ impl Operations {
         {
             let Some(posted) = self.0.pop_front() else { break };
             provider.deregister(posted.mr);
-            let status = (!posted.is_reported).then_some(RdmaStatus::Success);
-            ended.extend(posted.ticket.map(|ticket| (ticket, status)));
+            let Some(ticket) = posted.ticket else { continue };
+            // After a cancel or a close the memory stays as it is.
+            let status = (!posted.is_reported).then(|| posted.finish());
+            ended.push((ticket, status));
         }
         ended
     }
@@ -224,6 +270,7 @@ mod tests {
             last,
             mr: MrId(0),
             base: (0, roce_verbs::LKey(0)),
+            staged: None,
             ticket: Some(Ticket {
                 socket: SocketId(3),
                 port: 9,

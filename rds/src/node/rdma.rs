@@ -12,16 +12,14 @@ use roce_verbs::{
 use super::{Node, region::Region};
 use crate::{
     Error,
-    conn::{Ended, Outgoing},
-    proto::{Extension, Header, MAX_FRAGMENT, MAX_MESSAGE, RdmaCookie},
+    conn::{Ended, Outgoing, Staged},
+    proto::{Extension, Header, MAX_MESSAGE, RdmaCookie},
     rdma::{Operation, OperationFlags, OperationKind, RdmaNotice, RdmaStatus, RegionRights},
     socket::SocketId,
 };
 
 /// Bytes of a region at most: those of an operation, and of a page for its beginning and end, as in the kernel.
 const MAX_REGION: usize = MAX_MESSAGE as usize + 4096;
-/// Bytes that are copied at a time between sockets of the node.
-const COPY: usize = 16 * MAX_FRAGMENT;
 
 impl Node {
     /// Registers memory of a socket that is bound, for all peers that get the cookie. Its addresses begin at 0, as those of the kernel's
@@ -86,6 +84,22 @@ impl Node {
         match self.free(id, local, cookie.rkey(), |_| true) {
             true => Ok(()),
             false => Err(Error::Invalid),
+        }
+    }
+
+    /// Returns whether a cookie is of a region of a socket, at any offset.
+    pub fn has_region(&self, id: SocketId, cookie: RdmaCookie) -> bool {
+        let socket = self.sockets.get(id.0 as usize);
+        let bound = socket.and_then(|socket| socket.bound);
+        let region = bound.and_then(|bound| self.regions.get(&(bound.ip(), cookie.rkey())));
+        region.is_some_and(|region| region.socket == id)
+    }
+
+    /// Number of regions of a socket; `None`: of all.
+    pub fn regions(&self, id: Option<SocketId>) -> usize {
+        match id {
+            Some(id) => self.sockets.get(id.0 as usize).map_or(0, |socket| socket.regions),
+            None => self.regions.len(),
         }
     }
 
@@ -193,58 +207,98 @@ impl Node {
         self.operations_ended(tickets.map(|ticket| (ticket, Some(RdmaStatus::OtherError))).collect());
     }
 
+    /// Reports the end of an operation that was not queued, if its socket wants to know.
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn report(&mut self, id: SocketId, operation: &Operation, status: RdmaStatus) -> Result<(), Error> {
+        let socket = self.get(id)?;
+        let notifies = operation.flags.contains(OperationFlags::NOTIFY);
+        if notifies || status != RdmaStatus::Success && socket.reports_errors {
+            let token = operation.token;
+            socket.notify(RdmaNotice { token, status });
+            Self::tell(&mut self.out, (id, &mut self.sockets[id.0 as usize]));
+        }
+        Ok(())
+    }
+
     /// Does an operation on memory of another socket of this node. Returns whether it could.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for atomics: the device has no part in it, so they would exclude none of its own.
+    /// [`Error::Unsupported`] for atomics on memory of this process: the device has no part in it, so they would exclude none of its own.
     pub(super) fn operate_here(&mut self, id: SocketId, to: SocketAddr, operation: &Operation) -> Result<bool, Error> {
-        if operation.kind.is_atomic() {
-            return Err(Error::Unsupported);
-        }
-        let status = match self.copy_here(to, operation) {
-            Some(()) => RdmaStatus::Success,
-            None => RdmaStatus::RemoteError,
+        let status = match operation.kind.is_atomic() {
+            true => self.update_here(to, operation)?,
+            false => self.copy_here(to, operation),
         };
         let is_done = status == RdmaStatus::Success;
-        let socket = self.get(id)?;
-        let notifies = operation.flags.contains(OperationFlags::NOTIFY);
-        if notifies || !is_done && socket.reports_errors {
-            socket.notify(RdmaNotice {
-                token: operation.token,
-                status,
-            });
-            Self::tell(&mut self.out, (id, &mut self.sockets[id.0 as usize]));
-        }
+        self.report(id, operation, status)?;
         if is_done && let Some(&peer) = self.bound.get(&to) {
             self.free(peer, to, operation.cookie.rkey(), |region| region.rights.use_once);
         }
         Ok(is_done)
     }
 
-    /// `None`: the key, the range or the right is wrong, or memory is missing.
-    fn copy_here(&self, to: SocketAddr, operation: &Operation) -> Option<()> {
+    fn copy_here(&self, to: SocketAddr, operation: &Operation) -> RdmaStatus {
+        let writes = operation.kind == OperationKind::Write;
+        let remote = self.remote_here(to, operation, writes);
+        let Some(remote) = remote.and_then(|(memory, range)| Pages::part_of(memory, range).ok()) else {
+            return RdmaStatus::RemoteError;
+        };
+        let Some(local) = Staged::new(operation) else {
+            return RdmaStatus::OtherError;
+        };
+        let mut bytes = vec![0; operation.bytes()];
+        let copied = match writes {
+            true => local.pages().read(0, &mut bytes).and_then(|()| remote.write(0, &bytes)),
+            false => remote.read(0, &mut bytes).and_then(|()| local.pages().write(0, &bytes)),
+        };
+        match copied.map(|()| local.finish()) {
+            Ok(Some(())) => RdmaStatus::Success,
+            Ok(None) => RdmaStatus::OtherError,
+            Err(_) => RdmaStatus::RemoteError,
+        }
+    }
+
+    fn update_here(&self, to: SocketAddr, operation: &Operation) -> Result<RdmaStatus, Error> {
+        let Some((memory, range)) = self.remote_here(to, operation, true) else {
+            return Ok(RdmaStatus::RemoteError);
+        };
+        let foreign = memory.foreign().ok_or(Error::Unsupported)?;
+        let Some(local) = Staged::new(operation) else {
+            return Ok(RdmaStatus::OtherError);
+        };
+        let change = |former: u64| match operation.kind {
+            OperationKind::FetchAdd { add } => Some(former.wrapping_add(add)),
+            OperationKind::CompareSwap { compare, swap } => (former == compare).then_some(swap),
+            OperationKind::Write | OperationKind::Read => None,
+        };
+        let is_word = range.start.is_multiple_of(8);
+        let Some(former) = is_word.then(|| foreign.update(range.start, change)).flatten() else {
+            return Ok(RdmaStatus::RemoteError);
+        };
+        let told = local.pages().write(0, &former.to_ne_bytes()).ok();
+        Ok(match told.and_then(|()| local.finish()) {
+            Some(()) => RdmaStatus::Success,
+            None => RdmaStatus::OtherError,
+        })
+    }
+
+    /// Returns the memory that an operation names. `None`: the key, the range or the right is wrong.
+    fn remote_here(
+        &self,
+        to: SocketAddr,
+        operation: &Operation,
+        changes: bool,
+    ) -> Option<(&Arc<dyn Memory>, Range<usize>)> {
         let region = self.regions.get(&(to.ip(), operation.cookie.rkey()))?;
         let first = usize::try_from(operation.cookie.address(operation.remote)).ok()?;
-        let writes = operation.kind == OperationKind::Write;
         let end = first.checked_add(operation.bytes())?;
-        if end > region.range.len() || writes && !region.rights.writable {
+        if end > region.range.len() || changes && !region.rights.writable {
             return None;
         }
-        let remote = Pages::part_of(&region.memory, region.range.clone()).ok()?;
-        let (mut at, mut buffer) = (first, vec![0; COPY.min(operation.bytes())]);
-        for piece in &operation.pieces {
-            let local = Pages::part_of(&operation.memory, piece.clone()).ok()?;
-            for from in (0..piece.len()).step_by(COPY) {
-                let bytes = &mut buffer[..(piece.len() - from).min(COPY)];
-                match writes {
-                    true => local.read(from, bytes).and_then(|()| remote.write(at, bytes)),
-                    false => remote.read(at, bytes).and_then(|()| local.write(from, bytes)),
-                }
-                .ok()?;
-                at += bytes.len();
-            }
-        }
-        Some(())
+        let at = region.range.start;
+        Some((&region.memory, at + first..at + end))
     }
 }
 

@@ -175,7 +175,7 @@ impl Node {
     /// # Errors
     /// As [`send`](Self::send), and those of the operation: [`Error::TooLong`], [`Error::Invalid`], [`Error::Fault`];
     /// [`Error::WouldBlock`] also while the socket has [`Config::max_operations`](crate::Config::max_operations);
-    /// [`Error::Unsupported`] for atomics on memory of this node itself.
+    /// [`Error::Unsupported`] for atomics on memory of this node's own process.
     pub fn send_with(
         &mut self,
         id: SocketId,

@@ -64,7 +64,7 @@ impl Foreign {
     }
 
     /// Replaces a word by what `f` makes of it, if anything. Returns what it was; `None`: it could not be accessed.
-    pub(crate) fn update(&self, at: usize, f: impl FnOnce(u64) -> Option<u64>) -> Option<u64> {
+    pub fn update(&self, at: usize, f: impl FnOnce(u64) -> Option<u64>) -> Option<u64> {
         let _alone = self.atomics.lock();
         let mut bytes = [0; 8];
         self.read(at, &mut bytes).then_some(())?;
