@@ -21,7 +21,6 @@
 #![forbid(unsafe_code)]
 
 mod node;
-mod process;
 mod rdma;
 mod service;
 mod shared;
@@ -29,7 +28,6 @@ mod socket;
 mod thread;
 
 pub use node::{NodeOptions, RdsNode};
-pub use process::ProcessMemory;
 pub use rdma::{Buffer, Pending, Rdma, Region};
 pub use rds::{Config, ConnectionInfo, Message, PairKey, RegionRights, proto::RdmaCookie};
 pub use socket::Socket;

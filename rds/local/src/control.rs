@@ -59,6 +59,11 @@ pub enum Request {
     /// `RDS_INFO_*` by its number. The answer has the size of an element as value, the number of bytes as length, and a descriptor of a
     /// sealed memory file with them. `ENOPROTOOPT`: no such information.
     Info(u32),
+    /// The memory of the program, which comes as a descriptor of its `/proc/self/mem`. [`Map`](Self::Map) of this connection registers it.
+    /// The answer has a number as value, for [`RdmaOp::memory`](crate::RdmaOp::memory) of this process, as long as the connection lives.
+    Memory,
+    /// `EINVAL` unless a cookie is of a region of the socket, at any offset (`RDS_CMSG_RDMA_DEST`).
+    Region(SocketKey, u64),
     /// Registers memory of the program (`RDS_GET_MR`, `RDS_CMSG_RDMA_MAP`). The answer has the cookie as value.
     Map {
         /// Socket.
@@ -115,6 +120,8 @@ impl Request {
                 flags,
             } => (9, socket, None, [addr, len, flags.into()]),
             Self::Unmap { socket, cookie, flags } => (10, socket, None, [cookie, flags.into(), 0]),
+            Self::Memory => (11, none, None, [0; 3]),
+            Self::Region(socket, cookie) => (12, socket, None, [cookie, 0, 0]),
         };
         zerocopy::transmute!(RawRequest {
             magic: MAGIC,
@@ -164,6 +171,8 @@ impl Request {
                 cookie: a,
                 flags: small(b)?,
             },
+            11 => Self::Memory,
+            12 => Self::Region(socket, a),
             other => return Err(ProtocolError::Kind(other)),
         })
     }

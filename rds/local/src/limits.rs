@@ -7,4 +7,4 @@ pub const MAX_MESSAGE: usize = 1 << 20;
 /// First word of every packet: `RDS` and the version of these messages. Another version is an error ([`ProtocolError::Version`]).
 ///
 /// [`ProtocolError::Version`]: crate::ProtocolError::Version
-pub const MAGIC: u32 = u32::from_be_bytes(*b"RDS\x01");
+pub const MAGIC: u32 = u32::from_be_bytes(*b"RDS\x02");

@@ -30,6 +30,8 @@ pub enum Op {
 /// `RDS_CMSG_RDMA_ARGS`. Its `flags` are those of the kernel's structure.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct RdmaOp {
+    /// Memory that [`local`](Self::local) is in, by the number that [`Request::Memory`](crate::Request::Memory) gave.
+    pub memory: u64,
     /// Cookie of the peer's memory.
     pub cookie: u64,
     /// Offset in it.
@@ -62,6 +64,8 @@ pub enum AtomicKind {
 pub struct AtomicOp {
     /// Its kind.
     pub kind: AtomicKind,
+    /// Memory that [`local_addr`](Self::local_addr) is in, as of [`RdmaOp::memory`].
+    pub memory: u64,
     /// Cookie of the peer's memory.
     pub cookie: u64,
     /// Address of the eight bytes of the program that get the former value.
@@ -79,6 +83,7 @@ pub struct AtomicOp {
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct RawRdma {
+    memory: u64,
     cookie: u64,
     remote_addr: u64,
     remote_len: u64,
@@ -90,6 +95,7 @@ struct RawRdma {
 #[repr(C)]
 struct RawAtomic {
     kind: u64,
+    memory: u64,
     cookie: u64,
     local_addr: u64,
     remote_addr: u64,
@@ -116,6 +122,7 @@ impl Op {
             Self::Dest(cookie) => cookie.to_ne_bytes().to_vec(),
             Self::Rdma(op) => {
                 let head = RawRdma {
+                    memory: op.memory,
                     cookie: op.cookie,
                     remote_addr: op.remote_addr,
                     remote_len: op.remote_len,
@@ -129,6 +136,7 @@ impl Op {
             }
             Self::Atomic(op) => RawAtomic {
                 kind: op.kind as u64,
+                memory: op.memory,
                 cookie: op.cookie,
                 local_addr: op.local_addr,
                 remote_addr: op.remote_addr,
@@ -159,6 +167,7 @@ impl Op {
                 let word =
                     |piece: &[u8; 16], at: usize| u64::read_from_prefix(&piece[at..]).map_or(0, |(word, _)| word);
                 Ok(Self::Rdma(RdmaOp {
+                    memory: raw.memory,
                     cookie: raw.cookie,
                     remote_addr: raw.remote_addr,
                     remote_len: raw.remote_len,
@@ -171,6 +180,7 @@ impl Op {
                 let raw = RawAtomic::read_from_bytes(bytes).map_err(|_| length)?;
                 Ok(Self::Atomic(AtomicOp {
                     kind: atomic_kind(raw.kind)?,
+                    memory: raw.memory,
                     cookie: raw.cookie,
                     local_addr: raw.local_addr,
                     remote_addr: raw.remote_addr,

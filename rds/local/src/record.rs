@@ -1,9 +1,9 @@
 //! Packets of unix sockets, with descriptors.
 
 use std::{
-    io::{self, IoSlice, IoSliceMut},
-    mem::MaybeUninit,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    io::{self, IoSlice},
+    mem::{self, MaybeUninit},
+    os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd},
     path::Path,
 };
 
@@ -11,14 +11,16 @@ use rustix::{
     fs::{MemfdFlags, SealFlags},
     io::Errno,
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+        AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+        SocketType,
     },
     process::geteuid,
 };
 
 /// Most descriptors of a packet.
 pub const MAX_FDS: usize = 2;
+/// Words of room for those, and for the process that has sent it.
+const CONTROL: usize = 8;
 
 /// Packet that has come.
 #[derive(Debug)]
@@ -29,6 +31,9 @@ pub struct Record {
     pub is_cut: bool,
     /// Descriptors that came with it, close-on-exec.
     pub fds: Vec<OwnedFd>,
+    /// Process that has sent it, as the system says; 0 if the socket does not ask for it (`SO_PASSCRED`), or if the process is of a PID
+    /// namespace that can't be seen from here.
+    pub process: u32,
 }
 
 /// Sends a packet.
@@ -60,26 +65,70 @@ pub fn send(
 /// # Errors
 /// Errors of `recvmsg`; `EINTR` is not one.
 pub fn receive(socket: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> rustix::io::Result<Option<Record>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut parts = [IoSliceMut::new(buffer)];
-    let got = loop {
-        match rustix::net::recvmsg(&socket, &mut parts, &mut control, flags | RecvFlags::CMSG_CLOEXEC) {
+    let mut control = [0u64; CONTROL];
+    let mut part = libc::iovec {
+        iov_base: buffer.as_mut_ptr().cast(),
+        iov_len: buffer.len(),
+    };
+    // SAFETY: zeroes are a message without name, parts and control messages.
+    let mut message: libc::msghdr = unsafe { mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+    (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control));
+    let flags = flags.bits() as i32 | libc::MSG_CMSG_CLOEXEC;
+    let len = loop {
+        // SAFETY: the parts and control messages are locals, and the buffer. Not the C library's function, which the shim stands in
+        // front of. rustix has no credentials of processes of other PID namespaces, whose number is 0.
+        let got = unsafe { libc::syscall(libc::SYS_recvmsg, socket.as_fd().as_raw_fd(), &raw mut message, flags) };
+        if let Ok(len) = usize::try_from(got) {
+            break len;
+        }
+        match io::Error::last_os_error().raw_os_error().map(Errno::from_raw_os_error) {
             // The other side closed its end before it read all. What it sent before comes next.
-            Err(Errno::INTR | Errno::CONNRESET) => {}
-            got => break got?,
+            Some(Errno::INTR | Errno::CONNRESET) => {}
+            e => return Err(e.unwrap_or(Errno::IO)),
         }
     };
-    let rights = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(list) => Some(list),
-        _ => None,
-    });
-    let fds: Vec<OwnedFd> = rights.flatten().collect();
-    Ok((got.bytes > 0).then_some(Record {
-        len: got.bytes,
-        is_cut: got.flags.contains(ReturnFlags::TRUNC),
-        fds,
-    }))
+    let mut record = Record {
+        len,
+        is_cut: message.msg_flags & libc::MSG_TRUNC != 0,
+        fds: Vec::new(),
+        process: 0,
+    };
+    // SAFETY: it was received.
+    unsafe { take_control(&message, &mut record) };
+    Ok((len > 0).then_some(record))
+}
+
+/// Takes what came beside the bytes.
+///
+/// # Safety
+/// The message was received just now: its descriptors are nobody's.
+unsafe fn take_control(message: &libc::msghdr, record: &mut Record) {
+    // SAFETY: the caller's promise.
+    let mut next = unsafe { libc::CMSG_FIRSTHDR(message) };
+    // SAFETY: null or one of the message's, which the system made.
+    while let Some(header) = unsafe { next.as_ref() } {
+        // SAFETY: likewise.
+        let (data, len) = unsafe { (libc::CMSG_DATA(header), header.cmsg_len - libc::CMSG_LEN(0) as usize) };
+        match (header.cmsg_level, header.cmsg_type) {
+            (libc::SOL_SOCKET, libc::SCM_RIGHTS) => {
+                for index in 0..len / size_of::<RawFd>() {
+                    // SAFETY: so many numbers are there, of descriptors that are nobody's.
+                    record
+                        .fds
+                        .push(unsafe { OwnedFd::from_raw_fd(data.cast::<RawFd>().add(index).read_unaligned()) });
+                }
+            }
+            (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) if len >= size_of::<libc::ucred>() => {
+                // SAFETY: three integers are there.
+                let credentials = unsafe { data.cast::<libc::ucred>().read_unaligned() };
+                record.process = u32::try_from(credentials.pid).unwrap_or(0);
+            }
+            _ => {}
+        }
+        // SAFETY: the message's, and the header is one of it.
+        next = unsafe { libc::CMSG_NXTHDR(message, header) };
+    }
 }
 
 /// Memory that packets take which `socket` has sent and the other side has not read, as the system counts it: 0 if there are none.

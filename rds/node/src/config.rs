@@ -22,6 +22,10 @@ pub struct Limits {
     /// Bytes that wait in a socket's pair for its program; longer messages go there as memory files. Without the right to exceed
     /// `net.core.wmem_max` that is the limit.
     pub pair: usize,
+    /// Regions of memory of a process's sockets, whose bytes are not pinned.
+    pub process_regions: usize,
+    /// Regions of all.
+    pub regions: usize,
 }
 
 impl Default for Limits {
@@ -33,6 +37,8 @@ impl Default for Limits {
             buffers: 2 << 30,
             process_connections: 128,
             pair: program::MAX_RECORD,
+            process_regions: 16_384,
+            regions: 65_536,
         }
     }
 }

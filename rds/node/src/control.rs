@@ -8,7 +8,7 @@ use std::{
 
 use rand::RngCore;
 use rds::MessageInfo;
-use rds_local::{Answer, Request, SocketFlags, SocketKey, SocketOption, info as raw};
+use rds_local::{Answer, Record, Request, SocketFlags, SocketKey, SocketOption, info as raw};
 use roce::reactor::TurnCx;
 use rustix::{
     io::Errno,
@@ -32,9 +32,9 @@ const TRANSPORT_IB: u64 = 0;
 const TRANSPORTS: u64 = 3;
 
 /// Answer and its descriptors, or an error number; `None`: it comes later.
-type Outcome = Result<Option<(Answer, Vec<OwnedFd>)>, Errno>;
+pub(crate) type Outcome = Result<Option<(Answer, Vec<OwnedFd>)>, Errno>;
 
-fn done(answer: Answer) -> Outcome {
+pub(crate) fn done(answer: Answer) -> Outcome {
     Ok(Some((answer, Vec::new())))
 }
 
@@ -61,7 +61,7 @@ fn refused(e: &io::Error) -> Errno {
 
 impl Server {
     /// Reads requests of a client, and answers.
-    pub(crate) fn serve(&mut self, turn: &TurnCx<'_, Opened>, index: usize) {
+    pub(crate) fn serve(&mut self, turn: &mut TurnCx<'_, Opened>, index: usize) {
         for _ in 0..REQUESTS {
             let Some(Entry::Client(client)) = self.entries.get_mut(index) else {
                 return;
@@ -81,8 +81,8 @@ impl Server {
                 return;
             }
             let mut bytes = [0; Request::LEN + 1];
-            let request = match rds_local::receive(&client.socket, &mut bytes, RecvFlags::DONTWAIT) {
-                Ok(Some(record)) => Request::parse(bytes.get(..record.len).unwrap_or_default()),
+            let (request, record) = match rds_local::receive(&client.socket, &mut bytes, RecvFlags::DONTWAIT) {
+                Ok(Some(record)) => (Request::parse(bytes.get(..record.len).unwrap_or_default()), record),
                 Err(Errno::AGAIN) => {
                     client.readable = false;
                     return;
@@ -90,7 +90,7 @@ impl Server {
                 Ok(None) | Err(_) => return self.close(turn, index),
             };
             let outcome = match request {
-                Ok(request) => self.handle(turn, index, request),
+                Ok(request) => self.handle(turn, index, request, record),
                 Err(e) => {
                     tracing::info!("a request of process {} is none: {e}", client.process);
                     self.answer(turn, index, Err(Errno::PROTO));
@@ -107,7 +107,7 @@ impl Server {
     }
 
     /// Closes a client that has gone while it waited.
-    fn notice_end(&mut self, turn: &TurnCx<'_, Opened>, index: usize) {
+    fn notice_end(&mut self, turn: &mut TurnCx<'_, Opened>, index: usize) {
         let Some(Entry::Client(client)) = self.entries.get_mut(index) else {
             return;
         };
@@ -126,7 +126,7 @@ impl Server {
     /// Sends an answer. A client that has no room for it has not read those before.
     pub(crate) fn answer(
         &mut self,
-        turn: &TurnCx<'_, Opened>,
+        turn: &mut TurnCx<'_, Opened>,
         index: usize,
         result: Result<(Answer, Vec<OwnedFd>), Errno>,
     ) {
@@ -144,7 +144,7 @@ impl Server {
         }
     }
 
-    fn handle(&mut self, turn: &TurnCx<'_, Opened>, index: usize, request: Request) -> Outcome {
+    fn handle(&mut self, turn: &mut TurnCx<'_, Opened>, index: usize, request: Request, record: Record) -> Outcome {
         match request {
             Request::Socket => self.new_socket(turn, index),
             Request::Attach(key) => {
@@ -164,10 +164,18 @@ impl Server {
             Request::Cancel(key, to) => self.cancel(key, canonical(to)),
             Request::Congestion { socket, to, wait } => self.congestion(index, socket, to.map(canonical), wait),
             Request::Info(number) => self.info(number),
-            Request::Map { socket, .. } | Request::Unmap { socket, .. } => {
-                self.program(socket)?;
-                Err(Errno::OPNOTSUPP)
+            Request::Memory => self.set_memory(index, record),
+            Request::Region(key, cookie) => self.check_region(key, cookie),
+            Request::Map {
+                socket,
+                addr,
+                len,
+                flags,
+            } => {
+                let memory = self.memory_of(index, record.process)?;
+                self.map(turn, socket, (memory, addr, len), flags)
             }
+            Request::Unmap { socket, cookie, .. } => self.unmap(socket, cookie),
         }
     }
 
@@ -179,7 +187,7 @@ impl Server {
     }
 
     /// Finds a socket.
-    fn program(&mut self, key: SocketKey) -> Result<(usize, &mut Program), Errno> {
+    pub(crate) fn program(&mut self, key: SocketKey) -> Result<(usize, &mut Program), Errno> {
         let index = *self.keys.get(&key).ok_or(Errno::NOTSOCK)?;
         match self.entries.get_mut(index) {
             Some(Entry::Program(program)) => Ok((index, program)),
@@ -188,7 +196,7 @@ impl Server {
     }
 
     /// Finds a socket that is bound, with its node and number there.
-    fn bound(
+    pub(crate) fn bound(
         &mut self,
         key: SocketKey,
         otherwise: Errno,
@@ -202,7 +210,7 @@ impl Server {
         Ok((&mut address.node, (program, id)))
     }
 
-    fn new_socket(&mut self, turn: &TurnCx<'_, Opened>, client: usize) -> Outcome {
+    fn new_socket(&mut self, turn: &mut TurnCx<'_, Opened>, client: usize) -> Outcome {
         let Some(Entry::Client(Client { process, .. })) = self.entries.get(client) else {
             return Err(Errno::BADF);
         };
@@ -237,7 +245,13 @@ impl Server {
         Ok(Some((answer, vec![theirs, page])))
     }
 
-    fn begin_bind(&mut self, turn: &TurnCx<'_, Opened>, client: usize, key: SocketKey, addr: SocketAddr) -> Outcome {
+    fn begin_bind(
+        &mut self,
+        turn: &mut TurnCx<'_, Opened>,
+        client: usize,
+        key: SocketKey,
+        addr: SocketAddr,
+    ) -> Outcome {
         let is_over = self.stopping.is_some();
         let is_open = self.addrs.contains_key(&addr.ip());
         let (_, program) = self.program(key)?;
@@ -391,7 +405,13 @@ impl Server {
         let address = self.addrs.get_mut(&addr).ok_or(Errno::NOTCONN)?;
         // What it has sent before may be on its way here.
         program.readable = true;
-        program.cancel(to, &mut self.scratch, &mut self.counts);
+        program.cancel(
+            (&mut address.node, id),
+            to,
+            &self.memories,
+            &mut self.scratch,
+            &mut self.counts,
+        );
         address.node.cancel_sent_to(id, to).map_err(errno::of_call)?;
         self.ready.insert(index);
         done(Answer::default())
@@ -438,7 +458,7 @@ impl Server {
         Ok(Some((answer, vec![file])))
     }
 
-    fn programs(&self) -> impl Iterator<Item = &Program> {
+    pub(crate) fn programs(&self) -> impl Iterator<Item = &Program> {
         self.entries.iter().filter_map(|(_, entry)| match entry {
             Entry::Program(program) => Some(&**program),
             Entry::Client(_) => None,
@@ -455,7 +475,6 @@ impl Source for Server {
     fn own_counters(&self) -> Vec<(&'static str, u64)> {
         vec![
             ("local_bad_packet", self.counts.bad_packets),
-            ("local_unsupported", self.counts.unsupported),
             ("local_refused", self.refused),
         ]
     }

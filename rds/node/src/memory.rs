@@ -1,36 +1,30 @@
-//! Memory of another process, for RDMA operations on behalf of its program.
+//! Memory of programs.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::File,
     io,
-    ops::Range,
-    os::unix::fs::FileExt as _,
+    os::{
+        fd::{AsRawFd as _, OwnedFd},
+        unix::fs::FileExt as _,
+    },
     sync::Arc,
 };
 
 use roce_verbs::provider::{Foreign, ForeignMemory, Memory};
+use rustix::{
+    fs::{OFlags, fcntl_getfl, fstatfs},
+    io::Errno,
+};
 
 /// Addresses above the last one of a process's own memory.
 const ADDRESSES: usize = 1 << 47;
-/// Pages are not smaller. The first one is never mapped.
-const PAGE: u64 = 4096;
+/// Kind of the file system of processes (`PROC_SUPER_MAGIC`).
+const PROC: u64 = 0x9fa0;
 
-/// Memory of another process: its address space as it is now. Once the process ends or executes another program all accesses fail, also
-/// if another process gets its number.
-///
-/// It takes the right to trace the process (`ptrace(2)`): the same user, dumpable, and where Yama restricts it
-/// (`/proc/sys/kernel/yama/ptrace_scope` = 1) a descendant, or a process that allows it with `PR_SET_PTRACER`. The right is checked once,
-/// by [`open`](Self::open).
-#[derive(Clone, Debug)]
-pub struct ProcessMemory {
-    pid: u32,
-    memory: Arc<dyn Memory>,
-    file: Arc<File>,
-}
-
-/// `/proc/PID/mem`, which belongs to the address space rather than to the number.
+/// Opened `/proc/PID/mem`. It is of an address space, and not of whoever has the number: once the process has ended or executes another
+/// program all accesses fail.
 #[derive(Debug)]
-struct Mem(Arc<File>);
+struct Mem(File);
 
 impl ForeignMemory for Mem {
     fn read(&self, at: u64, out: &mut [u8]) -> bool {
@@ -42,69 +36,49 @@ impl ForeignMemory for Mem {
     }
 }
 
-impl ProcessMemory {
-    /// Opens the memory of a process.
-    ///
-    /// # Errors
-    /// `PermissionDenied` without the right to trace it, `NotFound` if there is no such process.
-    pub fn open(pid: u32) -> io::Result<Self> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(format!("/proc/{pid}/mem"))?;
-        let file = Arc::new(file);
-        Ok(Self {
-            pid,
-            memory: Arc::new(Foreign::new(Mem(file.clone()), ADDRESSES)),
-            file,
-        })
-    }
-
-    /// The memory to register: an offset of it is an address of the process.
-    pub fn memory(&self) -> Arc<dyn Memory> {
-        self.memory.clone()
-    }
-
-    /// Checks that a range of addresses is mapped, readable, and writable if so wanted. The program may change that at any time.
-    ///
-    /// # Errors
-    /// `EFAULT` if it is not; when the process is gone.
-    pub fn check(&self, range: Range<u64>, writable: bool) -> io::Result<()> {
-        let fault = || io::Error::from_raw_os_error(14);
-        if range.start < PAGE || range.is_empty() {
-            return Err(fault());
-        }
-        // `/proc/PID` may be another process's meanwhile, but not if this address space can still be read.
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid))?;
-        let mut at = range.start;
-        for line in maps.lines() {
-            let Some((area, may_write)) = area(line) else { continue };
-            if area.contains(&at) && (may_write || !writable) {
-                at = area.end;
-            }
-            if at >= range.end {
-                return self.file.read_exact_at(&mut [0], range.start).map_err(|_| fault());
-            }
-        }
-        Err(fault())
+/// Returns the memory of a process, which has opened its `/proc/self/mem` for that: an offset of it is an address there.
+///
+/// # Errors
+/// `EBADF` of any other file: an access to it could wait.
+pub(crate) fn of(file: OwnedFd) -> Result<Arc<dyn Memory>, Errno> {
+    let is_proc = fstatfs(&file)?.f_type as u64 == PROC;
+    let is_writable = fcntl_getfl(&file)?.contains(OFlags::RDWR);
+    let path = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).map_err(|e| errno(&e))?;
+    let process = path
+        .parent()
+        .and_then(|folder| folder.file_name())
+        .and_then(|name| name.to_str());
+    let is_number = process.is_some_and(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
+    match is_proc && is_writable && is_number && path.file_name().is_some_and(|name| name == "mem") {
+        true => Ok(Arc::new(Foreign::new(Mem(file.into()), ADDRESSES))),
+        false => Err(Errno::BADF),
     }
 }
 
-/// Reads a line of `/proc/PID/maps`: the addresses of memory that can be read, and whether it can be written.
-fn area(line: &str) -> Option<(Range<u64>, bool)> {
-    let mut fields = line.split(' ');
-    let (first, end) = fields.next()?.split_once('-')?;
-    let rights = fields.next()?.as_bytes();
-    let number = |text| u64::from_str_radix(text, 16).ok();
-    match rights {
-        [b'r', write, ..] => Some((number(first)?..number(end)?, *write == b'w')),
-        _ => None,
+/// Returns memory that is gone.
+pub(crate) fn none() -> Arc<dyn Memory> {
+    #[derive(Debug)]
+    struct Gone;
+    impl ForeignMemory for Gone {
+        fn read(&self, _: u64, _: &mut [u8]) -> bool {
+            false
+        }
+
+        fn write(&self, _: u64, _: &[u8]) -> bool {
+            false
+        }
     }
+    Arc::new(Foreign::new(Gone, ADDRESSES))
+}
+
+fn errno(e: &io::Error) -> Errno {
+    Errno::from_io_error(e).unwrap_or(Errno::IO)
 }
 
 #[cfg(test)]
 mod tests {
     use std::{
+        fs::OpenOptions,
         io::{BufRead as _, BufReader, Write as _},
         process::{Child, Command, Stdio},
     };
@@ -116,7 +90,7 @@ mod tests {
     const CHILD: &str = "FERROCE_TEST_PROCESS_MEMORY";
     const LEN: usize = 3 * 4096;
 
-    /// The other process: tells the address of its bytes, and by and by which they are. Runs as the program `true` in the end.
+    /// The other process: tells the address of its bytes, and by and by which they are. Runs as the program `cat` in the end.
     #[test]
     fn child() {
         if std::env::var_os(CHILD).is_none() {
@@ -137,14 +111,14 @@ mod tests {
 
     struct Other {
         child: Child,
-        address: u64,
+        address: usize,
         lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
     }
 
     impl Other {
         fn spawn() -> Self {
             let mut child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "process::tests::child", "--nocapture"])
+                .args(["--exact", "memory::tests::child", "--nocapture"])
                 .env(CHILD, "1")
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
@@ -156,7 +130,7 @@ mod tests {
                 address: 0,
                 lines,
             };
-            other.address = u64::from_str_radix(&other.line("address "), 16).unwrap();
+            other.address = usize::from_str_radix(&other.line("address "), 16).unwrap();
             other
         }
 
@@ -179,13 +153,15 @@ mod tests {
         }
     }
 
+    fn open(path: &str) -> OwnedFd {
+        OpenOptions::new().read(true).write(true).open(path).unwrap().into()
+    }
+
     #[test]
     fn bytes_of_another_process_are_read_and_written_until_it_executes_another_program() {
         let mut other = Other::spawn();
-        let memory = ProcessMemory::open(other.child.id()).unwrap();
-        let range = other.address..other.address + LEN as u64;
-        memory.check(range.clone(), true).unwrap();
-        let pages = Pages::part_of(&memory.memory(), range.start as usize..range.end as usize).unwrap();
+        let memory = of(open(&format!("/proc/{}/mem", other.child.id()))).unwrap();
+        let pages = Pages::part_of(&memory, other.address..other.address + LEN).unwrap();
         let mut out = vec![0; LEN];
         pages.read(0, &mut out).unwrap();
         assert_eq!(out, (0..LEN).map(|i| i as u8).collect::<Vec<_>>());
@@ -198,34 +174,36 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(pages.write(0, &[1]).is_err());
-        assert!(memory.check(range, true).is_err());
     }
 
     #[test]
-    fn ranges_that_are_not_mapped_or_not_writable_are_refused() {
-        let memory = ProcessMemory::open(std::process::id()).unwrap();
-        static TEXT: [u8; 5] = *b"const";
-        let (heap, text) = (vec![0u8; 10_000], TEXT.as_ptr() as u64);
-        let heap = heap.as_ptr() as u64;
-        memory.check(heap..heap + 10_000, true).unwrap();
-        memory.check(text..text + 5, false).unwrap();
-        for (range, writable) in [
-            (text..text + 5, true),
-            (0..10, false),
-            (heap..heap, false),
-            (8192..8193, false),
-        ] {
-            let refused = memory.check(range.clone(), writable).unwrap_err();
-            assert_eq!(refused.raw_os_error(), Some(14), "{range:?}");
+    fn files_that_are_no_process_s_memory_are_refused() {
+        let named_so = tempfile::tempdir().unwrap();
+        std::fs::create_dir(named_so.path().join("1")).unwrap();
+        let path = named_so.path().join("1/mem");
+        std::fs::write(&path, [0; 8192]).unwrap();
+        let files = [
+            path.to_str().unwrap(),
+            "/dev/null",
+            "/proc/self/comm",
+            "/proc/self/oom_score_adj",
+        ];
+        for file in files {
+            assert_eq!(of(open(file)).unwrap_err(), Errno::BADF, "{file}");
         }
-        assert!(memory.check(heap..heap + (1 << 46), false).is_err());
+        let to_read: OwnedFd = File::open("/proc/self/mem").unwrap().into();
+        assert_eq!(of(to_read).unwrap_err(), Errno::BADF);
+        assert!(of(open("/proc/self/mem")).is_ok());
     }
 
     #[test]
-    fn a_process_that_is_not_there_has_no_memory() {
-        assert_eq!(
-            ProcessMemory::open(u32::MAX).unwrap_err().kind(),
-            io::ErrorKind::NotFound
-        );
+    fn memory_that_is_not_mapped_is_missing() {
+        let mapped = Box::new(7u8);
+        let at = std::ptr::from_ref(&*mapped) as usize;
+        let own = of(open("/proc/self/mem")).unwrap();
+        for (memory, at, is_there) in [(&own, at, true), (&own, 8192, false), (&none(), at, false)] {
+            let pages = Pages::part_of(memory, at..at + 1).unwrap();
+            assert_eq!(pages.read(0, &mut [0]).is_ok(), is_there);
+        }
     }
 }

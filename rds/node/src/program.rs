@@ -8,20 +8,22 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use rds::{Attachment, MessageInfo, Node, Received, SocketId, proto::RdmaCookie};
-use rds_local::{MAX_MESSAGE, Op, Page, RecvHeader, RecvKind, SendHeader, SocketKey};
+use rds::{Attachment, MessageInfo, Node, RdmaStatus, Received, SocketId};
+use rds_local::{MAX_MESSAGE, Page, RecvHeader, RecvKind, SendHeader, SocketKey};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{
         AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair,
         sockopt::{
-            set_socket_send_buffer_size, set_socket_send_buffer_size_force, socket_recv_buffer_size,
-            socket_send_buffer_size,
+            set_socket_passcred, set_socket_send_buffer_size, set_socket_send_buffer_size_force,
+            socket_recv_buffer_size, socket_send_buffer_size,
         },
     },
 };
 use zerocopy::IntoBytes;
+
+use crate::operation::{self, Memories};
 
 /// Packets of a socket in one turn.
 const BATCH: usize = 32;
@@ -45,26 +47,26 @@ struct Packet {
 struct Held {
     to: Option<SocketAddr>,
     data: Vec<u8>,
-    cookie: Option<RdmaCookie>,
+    attachment: Attachment,
 }
 
 impl Held {
-    /// Parses a packet. One that can't be sent is counted.
-    fn parse(packet: &[u8], counts: &mut Counts) -> Option<Self> {
-        let Ok((to, op, data)) = SendHeader::parse(packet) else {
-            counts.bad_packets += 1;
-            return None;
-        };
-        let cookie = match op {
-            Op::None => None,
-            Op::Dest(cookie) => Some(RdmaCookie(cookie)),
-            Op::Rdma(_) | Op::Atomic(_) => {
-                counts.unsupported += 1;
-                return None;
-            }
-        };
-        let data = data.to_vec();
-        Some(Self { to, data, cookie })
+    /// Parses a packet of a process. One that can't be sent is counted.
+    fn parse((process, packet): (u32, &[u8]), memories: &Memories, counts: &mut Counts) -> Option<Self> {
+        let parsed = SendHeader::parse(packet).ok().and_then(|(to, op, data)| {
+            let attachment = operation::attachment(op, process, memories)?;
+            let data = data.to_vec();
+            Some(Self { to, data, attachment })
+        });
+        counts.bad_packets += u64::from(parsed.is_none());
+        parsed
+    }
+}
+
+/// Reports the end of an operation that was not queued.
+fn report(node: &mut Node, id: SocketId, attachment: &Attachment, status: RdmaStatus) {
+    if let Attachment::Operation(operation) = attachment {
+        let _ = node.report(id, operation, status);
     }
 }
 
@@ -92,8 +94,6 @@ pub(crate) enum Next {
 pub(crate) struct Counts {
     /// Packets that were no message, or not one that the socket could send.
     pub(crate) bad_packets: u64,
-    /// Operations that the node does not have.
-    pub(crate) unsupported: u64,
 }
 
 /// Socket of a program.
@@ -133,6 +133,7 @@ impl Program {
         let flags = SocketFlags::CLOEXEC;
         let (end, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         key.name_end(end.as_fd())?;
+        set_socket_passcred(&end, true)?;
         // Without the right to that it is as much as all may have.
         if set_socket_send_buffer_size_force(&end, pair).is_err() {
             set_socket_send_buffer_size(&end, pair)?;
@@ -203,17 +204,25 @@ impl Program {
     }
 
     /// Reads messages of the program as long as they can be queued. `node`: `None` while it is not bound.
-    pub(crate) fn send(&mut self, node: Option<&mut Node>, scratch: &mut [u8], counts: &mut Counts) -> Next {
+    pub(crate) fn send(
+        &mut self,
+        node: Option<&mut Node>,
+        memories: &Memories,
+        scratch: &mut [u8],
+        counts: &mut Counts,
+    ) -> Next {
         let Some((node, (_, id))) = node.zip(self.at) else {
             return self.drain(scratch, counts);
         };
         for _ in 0..BATCH {
-            if let Some(Held { to, data, cookie }) = self.held.front() {
-                let attachment = cookie.map_or(Attachment::Nothing, Attachment::Cookie);
-                match node.queue_with(id, *to, data, attachment) {
+            if let Some(Held { to, data, attachment }) = self.held.front() {
+                match node.queue_with(id, *to, data, attachment.clone()) {
                     Ok(()) => {}
                     Err(rds::Error::WouldBlock) => return Next::Wait,
-                    Err(_) => counts.bad_packets += 1,
+                    Err(_) => {
+                        counts.bad_packets += 1;
+                        report(node, id, attachment, RdmaStatus::OtherError);
+                    }
                 }
                 self.held.pop_front();
                 continue;
@@ -225,20 +234,33 @@ impl Program {
                 Ok(packet) => packet,
                 Err(next) => return next,
             };
-            self.held.extend(Held::parse(packet, counts));
+            self.held.extend(Held::parse(packet, memories, counts));
         }
         Next::More
     }
 
     /// Drops messages to an address that were not queued so far.
-    pub(crate) fn cancel(&mut self, to: SocketAddr, scratch: &mut [u8], counts: &mut Counts) {
+    pub(crate) fn cancel(
+        &mut self,
+        (node, id): (&mut Node, SocketId),
+        to: SocketAddr,
+        memories: &Memories,
+        scratch: &mut [u8],
+        counts: &mut Counts,
+    ) {
         // As many as its buffer holds.
         while self.readable {
             let Ok(packet) = self.read(scratch) else { break };
-            self.held.extend(Held::parse(packet, counts));
+            self.held.extend(Held::parse(packet, memories, counts));
         }
         let peer = self.peer;
-        self.held.retain(|held| held.to.or(peer) != Some(to));
+        self.held.retain(|held| {
+            let stays = held.to.or(peer) != Some(to);
+            if !stays {
+                report(node, id, &held.attachment, RdmaStatus::Canceled);
+            }
+            stays
+        });
     }
 
     /// Drops what comes before a bind: libraries refuse it themselves.
@@ -255,10 +277,11 @@ impl Program {
         Next::More
     }
 
-    fn read<'a>(&mut self, scratch: &'a mut [u8]) -> Result<&'a [u8], Next> {
+    /// Reads a packet, and which process has sent it.
+    fn read<'a>(&mut self, scratch: &'a mut [u8]) -> Result<(u32, &'a [u8]), Next> {
         match rds_local::receive(&self.end, scratch, RecvFlags::DONTWAIT) {
             // A cut one does not parse.
-            Ok(Some(record)) => Ok(scratch.get(..record.len).unwrap_or_default()),
+            Ok(Some(record)) => Ok((record.process, scratch.get(..record.len).unwrap_or_default())),
             Ok(None) => Err(Next::Close),
             Err(Errno::AGAIN) => {
                 self.readable = false;

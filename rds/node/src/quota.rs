@@ -96,7 +96,7 @@ mod tests {
             process_buffers: 100,
             buffers: 150,
             process_connections: 1,
-            pair: 0,
+            ..Limits::default()
         };
         let mut quotas = Quotas::default();
         assert!(quotas.add_connection(7, &limits) && !quotas.add_connection(7, &limits));

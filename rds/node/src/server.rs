@@ -13,6 +13,7 @@ use rds_local::SocketKey;
 use roce::reactor::{Interest, Token, TurnCx};
 use roce_net::socket_file::SocketFile;
 use roce_verbs::{Instant, provider::Cx};
+use rustix::net::sockopt::set_socket_passcred;
 use slab::Slab;
 
 use crate::{
@@ -21,6 +22,7 @@ use crate::{
     event::{Events, NodeEvent},
     info::Source,
     opening::{self, Opened},
+    operation::Memories,
     program::{Counts, MAX_PACKET, Next, Program},
     quota::Quotas,
     stats::NodeStats,
@@ -57,6 +59,8 @@ pub(crate) struct Client {
     pub(crate) process: u32,
     pub(crate) pending: Pending,
     pub(crate) readable: bool,
+    /// Number of the process's memory.
+    pub(crate) memory: Option<u64>,
 }
 
 /// Descriptor that is watched.
@@ -89,6 +93,7 @@ pub(crate) struct Server {
     /// Clients that wait for a port.
     pub(crate) waiting: BTreeSet<usize>,
     pub(crate) quotas: Quotas,
+    pub(crate) memories: Memories,
     pub(crate) counts: Counts,
     pub(crate) refused: u64,
     pub(crate) events: Events,
@@ -121,6 +126,10 @@ impl Server {
         listener: SocketFile,
         (rng, events): (StdRng, Events),
     ) -> Self {
+        // What is accepted asks, too; what was connected before does once it is accepted.
+        if let Err(e) = set_socket_passcred(listener.listener(), true) {
+            tracing::warn!("RDMA of programs is refused, as the system does not say who sends: {e}");
+        }
         if let Err(e) = turn.sockets.register(listener.as_fd(), LISTENER, Interest::READABLE) {
             tracing::error!("the socket can't be watched: {e}");
             turn.stop();
@@ -136,6 +145,7 @@ impl Server {
             opening: BTreeMap::new(),
             waiting: BTreeSet::new(),
             quotas: Quotas::default(),
+            memories: Memories::default(),
             counts: Counts::default(),
             refused: 0,
             events,
@@ -197,11 +207,14 @@ impl Server {
         if !self.quotas.add_connection(process, &self.config.limits) {
             return self.limit_reached(turn, process, "connections to the node");
         }
+        // Without it the process gets no RDMA.
+        let _ = set_socket_passcred(&socket, true);
         let client = Client {
             socket,
             process,
             pending: Pending::Nothing,
             readable: true,
+            memory: None,
         };
         if self.add(turn, Entry::Client(client)).is_none() {
             self.quotas.remove_connection(process);
@@ -243,6 +256,9 @@ impl Server {
             Entry::Client(client) => {
                 let _ = turn.sockets.deregister(client.socket.as_fd());
                 self.quotas.remove_connection(client.process);
+                if let Some(number) = client.memory {
+                    self.memories.remove(number);
+                }
                 for waiting in self.opening.values_mut() {
                     waiting.retain(|waiting| waiting.client != index);
                 }
@@ -264,7 +280,7 @@ impl Server {
     }
 
     /// Closes the sockets of a process that it has closed, though the events for that come later. Returns whether there were any.
-    pub(crate) fn close_hung_up(&mut self, turn: &TurnCx<'_, Opened>, process: u32) -> bool {
+    pub(crate) fn close_hung_up(&mut self, turn: &mut TurnCx<'_, Opened>, process: u32) -> bool {
         let gone = |(index, entry): (usize, &Entry)| match entry {
             Entry::Program(program) if program.process == process && program.is_hung_up() => Some(index),
             _ => None,
@@ -358,13 +374,13 @@ impl Server {
         }
     }
 
-    fn read_program(&mut self, turn: &TurnCx<'_, Opened>, index: usize) {
+    fn read_program(&mut self, turn: &mut TurnCx<'_, Opened>, index: usize) {
         let Some(Entry::Program(program)) = self.entries.get_mut(index) else {
             return;
         };
         let address = program.at.and_then(|(addr, _)| self.addrs.get_mut(&addr));
         let node = address.map(|address| &mut address.node);
-        let next = program.send(node, &mut self.scratch, &mut self.counts);
+        let next = program.send(node, &self.memories, &mut self.scratch, &mut self.counts);
         self.go_on(turn, index, next);
         for client in self.waiting_for(index) {
             self.serve(turn, client);

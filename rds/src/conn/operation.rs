@@ -109,8 +109,8 @@ impl Prepared {
     /// Returns a work request of `pieces`, with its local elements.
     pub(super) fn request(&self, posted: &Posted, pieces: Range<usize>) -> (SendOp, Vec<Sge>) {
         let Operation { cookie, remote, .. } = self.operation;
-        let copy = posted.staged.as_ref().map(|staged| [0..staged.pages().len()]);
-        let all = copy.as_ref().map_or(&*self.operation.pieces, |copy| copy.as_slice());
+        let copy = posted.staged.as_ref().map(|staged| 0..staged.pages().len());
+        let all = copy.as_ref().map_or(&*self.operation.pieces, core::slice::from_ref);
         let before: usize = all[..pieces.start].iter().map(Range::len).sum();
         let remote = RemoteAddr {
             addr: cookie.address(remote.wrapping_add(before as u64)),

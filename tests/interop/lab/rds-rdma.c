@@ -1,5 +1,6 @@
-/* RDMA of AF_RDS for the guests.
+/* RDMA of AF_RDS, on a kernel's RDS and under `ferroce run`.
  *   rds-rdma ADDRESS PEER PORT    offers memory to the peer, which reads and writes it; then reads and writes what the peer offers
+ *   rds-rdma ADDRESS PORT         is such a peer
  * Prints a line for each step; exit status 0 if all bytes are where they should be. */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -15,7 +16,7 @@
 #define SOL_RDS 276
 #define LEN 60000
 enum { ARGS = 1, DEST = 2, MAP = 3, STATUS = 4 };
-enum { READWRITE = 1, FENCE = 2, NOTIFY_ME = 0x20 };
+enum { READWRITE = 1, FENCE = 2, NOTIFY_ME = 0x20, SILENT = 0x40 };
 
 struct iov { uint64_t addr, bytes; };
 struct map { struct iov vec; uint64_t cookie_addr, flags; };
@@ -68,8 +69,12 @@ static void receive(const char *text, int type, void *what, size_t len)
 	union { char bytes[CMSG_SPACE(64)]; struct cmsghdr align; } control;
 	struct iovec data = { got, sizeof got - 1 };
 	struct msghdr m = { .msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control };
+	if (type == DEST && !peer_len)
+		m.msg_name = &peer, m.msg_namelen = sizeof peer;
 	if (recvmsg(s, &m, 0) < 0)
 		fail(text);
+	if (m.msg_name)
+		peer_len = m.msg_namelen;
 	struct cmsghdr *c = CMSG_FIRSTHDR(&m);
 	if (strcmp(got, text) || (type && (!c || c->cmsg_level != SOL_RDS || c->cmsg_type != type))) {
 		printf("`%s` came instead of `%s` with control message %d\n", got, text, type);
@@ -96,11 +101,12 @@ static void check(const unsigned char *at, int seed, const char *what)
 	fflush(stdout);
 }
 
-static void operate(uint64_t cookie, unsigned char *at, uint64_t flags, const char *text)
+/* Operates on a part of the peer's memory, and of ours: with a message, or without if there is no text. */
+static void operate_at(uint64_t cookie, unsigned char *memory, size_t at, size_t len, uint64_t flags, const char *text)
 {
 	/* Two pieces. */
-	struct iov local[2] = { { (uintptr_t)at, 1000 }, { (uintptr_t)at + 1000, LEN - 1000 } };
-	struct args args = { cookie, { 0, LEN }, (uintptr_t)local, 2, flags | NOTIFY_ME, 77 };
+	struct iov local[2] = { { (uintptr_t)memory + at, 1000 }, { (uintptr_t)memory + at + 1000, len - 1000 } };
+	struct args args = { cookie, { at, len }, (uintptr_t)local, 2, flags | NOTIFY_ME | (*text ? 0 : SILENT), 77 };
 	struct status status;
 	send_with(text, ARGS, &args, sizeof args);
 	receive("", STATUS, &status, sizeof status);
@@ -110,31 +116,66 @@ static void operate(uint64_t cookie, unsigned char *at, uint64_t flags, const ch
 	}
 }
 
+static void operate(uint64_t cookie, unsigned char *memory, uint64_t flags, const char *text)
+{
+	operate_at(cookie, memory, 0, LEN, flags, text);
+}
+
+static void offer(unsigned char *memory, int seed)
+{
+	uint64_t cookie;
+	fill(memory, seed);
+	struct map map = { { (uintptr_t)memory, LEN }, (uintptr_t)&cookie, READWRITE };
+	send_with("offer", MAP, &map, sizeof map);
+}
+
+static void call(unsigned char *offered, unsigned char *own)
+{
+	uint64_t theirs;
+	offer(offered, 1);
+	receive("written", 0, NULL, 0);
+	check(offered, 2, "WRITE of the peer");
+	receive("offer", DEST, &theirs, sizeof theirs);
+	operate(theirs, own, FENCE, "read");
+	check(own, 3, "READ");
+	fill(own, 4);
+	operate(theirs, own, READWRITE, "wrote");
+	printf("WRITE: %d bytes\n", LEN);
+}
+
+static void answer(unsigned char *offered, unsigned char *own)
+{
+	uint64_t theirs;
+	printf("waiting\n");
+	fflush(stdout);
+	receive("offer", DEST, &theirs, sizeof theirs);
+	operate(theirs, own, 0, "");
+	check(own, 1, "READ");
+	fill(own, 2);
+	/* The end first, so that the offset counts. */
+	operate_at(theirs, own, 5000, LEN - 5000, READWRITE, "");
+	operate_at(theirs, own, 0, 5000, READWRITE, "written");
+	offer(offered, 3);
+	receive("read", 0, NULL, 0);
+	receive("wrote", 0, NULL, 0);
+	check(offered, 4, "WRITE of the peer");
+}
+
 int main(int argc, char **argv)
 {
 	static unsigned char offered[LEN + 100], own[LEN + 100];
 	struct sockaddr_storage local;
 	struct timeval limit = { .tv_sec = 60 };
-	uint64_t cookie, theirs;
-	if (argc != 4)
+	if (argc != 3 && argc != 4)
 		return 2;
 	s = socket(21 /* AF_RDS */, SOCK_SEQPACKET, 0);
-	peer_len = address(&peer, argv[2], argv[3]);
-	if (s < 0 || bind(s, (struct sockaddr *)&local, address(&local, argv[1], "0")))
+	if (argc == 4)
+		peer_len = address(&peer, argv[2], argv[3]);
+	if (s < 0 || bind(s, (struct sockaddr *)&local, address(&local, argv[1], argc == 4 ? "0" : argv[2])))
 		fail("bind");
 	if (setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit))
 		fail("timeout");
 	/* Not at the beginning of a page: the cookie has an offset. */
-	fill(offered + 100, 1);
-	struct map map = { { (uintptr_t)offered + 100, LEN }, (uintptr_t)&cookie, READWRITE };
-	send_with("offer", MAP, &map, sizeof map);
-	receive("written", 0, NULL, 0);
-	check(offered + 100, 2, "WRITE to the kernel");
-	receive("offer", DEST, &theirs, sizeof theirs);
-	operate(theirs, own + 3, FENCE, "read");
-	check(own + 3, 3, "READ by the kernel");
-	fill(own + 3, 4);
-	operate(theirs, own + 3, READWRITE, "wrote");
-	printf("WRITE by the kernel: %d bytes\n", LEN);
+	(argc == 4 ? call : answer)(offered + 100, own + 3);
 	return 0;
 }

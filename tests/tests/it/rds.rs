@@ -113,6 +113,33 @@ fn sockets_do_what_the_kernel_s_do() {
 }
 
 #[test]
+fn programs_read_and_write_each_other_s_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let program = compiled(dir.path(), "tests/interop/lab/rds-rdma.c");
+    let [own, peer] = [fresh_address(), fresh_address()];
+    let (peer, path) = (peer.to_string(), program.display().to_string());
+    let mut answering = Running::start(&["run", "--addr", &peer, "--", &path, &peer, "4000"]);
+    while answering.new_line().is_none() {
+        assert!(!answering.has_ended(), "{}", answering.stderr());
+        thread::sleep(Duration::from_millis(10));
+    }
+    let called = under_run(own, &program, &[&own.to_string(), &peer, "4000"]);
+    let answered = answering.end();
+    let bytes = "WRITE of the peer: 60000 bytes\nREAD: 60000 bytes\nWRITE: 60000 bytes\n";
+    assert_eq!(
+        (called.code, called.stdout.as_str(), called.stderr.as_str()),
+        (Some(0), bytes, "")
+    );
+    assert!(
+        answered
+            .stdout
+            .ends_with("READ: 60000 bytes\nWRITE of the peer: 60000 bytes\n"),
+        "{answered:?}"
+    );
+    assert_eq!((answered.code, answered.stderr.as_str()), (Some(0), ""));
+}
+
+#[test]
 fn differences_are_noticed_new_gone_and_unknown() {
     let kernel = "a x: 1\na y: 2\n";
     assert!(unexpected(kernel, kernel, "# comment").is_empty());

@@ -1,14 +1,19 @@
 //! The process's connection to the RDS node of its user, which is started by the first socket.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::{
+    fs::OpenOptions,
+    io::{self, IoSlice},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd},
+    sync::Once,
+};
 
 use parking_lot::Mutex;
 use rds_local::{Answer, MAX_FDS, Record, Request};
 use rustix::net::{RecvFlags, SendFlags};
-use std::io::IoSlice;
 
 use super::node;
 use crate::{
+    config,
     fork::Own,
     ret::{Errno, Result},
 };
@@ -17,13 +22,19 @@ use crate::{
 struct Connection {
     socket: OwnedFd,
     inode: u64,
+    /// Number of this process's memory, which the node has got over this connection.
+    memory: Option<u64>,
 }
 
 impl Connection {
     fn open() -> Result<Self> {
         let socket = node::connect()?;
         let inode = inode(socket.as_fd()).ok_or(Errno::IO)?;
-        Ok(Self { socket, inode })
+        Ok(Self {
+            socket,
+            inode,
+            memory: None,
+        })
     }
 
     fn is_intact(&self) -> bool {
@@ -38,6 +49,31 @@ impl Connection {
         let Record { len, fds, .. } = rds_local::receive(&self.socket, &mut buffer, RecvFlags::empty()).ok()??;
         Some(result(&buffer[..len]).map(|answer| (answer, fds)))
     }
+
+    /// Returns the number of this process's memory, which the node gets the first time; `None` when the node has gone.
+    fn memory(&mut self) -> Option<Result<u64>> {
+        if let Some(number) = self.memory {
+            return Some(Ok(number));
+        }
+        let file = match OpenOptions::new().read(true).write(true).open("/proc/self/mem") {
+            Ok(file) => file,
+            Err(e) => return Some(Err(no_memory(format_args!("/proc/self/mem: {e}")))),
+        };
+        let answer = self.exchange(&Request::Memory, &[file.as_fd()])?;
+        let number = answer.map(|(answer, _)| answer.value);
+        self.memory = number.ok();
+        Some(number.map_err(|e| {
+            let e = io::Error::from_raw_os_error(e.0);
+            no_memory(format_args!("the RDS node refuses it: {e}"))
+        }))
+    }
+}
+
+/// Error of an operation when the node can't have this process's memory.
+fn no_memory(why: std::fmt::Arguments<'_>) -> Errno {
+    static SAID: Once = Once::new();
+    SAID.call_once(|| config::complain(format_args!("AF_RDS: no RDMA with this process's memory: {why}")));
+    Errno(libc::EPERM).because(why)
 }
 
 /// The answer in a packet, or the error in it.
@@ -63,6 +99,30 @@ static CONNECTION: Own<Mutex<Option<Connection>>> = Own::new(Mutex::default);
 /// The answer's; `ENETDOWN` when there is no node.
 pub(crate) fn ask(request: &Request, fds: &[BorrowedFd<'_>]) -> Result<(Answer, Vec<OwnedFd>)> {
     debug_assert!(fds.len() <= MAX_FDS);
+    with_connection(|connection| connection.exchange(request, fds))
+}
+
+/// Has the node answer a request about this process's memory.
+///
+/// # Errors
+/// As [`ask`], and `EPERM` when the node can't have the memory.
+pub(crate) fn ask_with_memory(request: &Request) -> Result<Answer> {
+    with_connection(|connection| match connection.memory()? {
+        Ok(_) => Some(connection.exchange(request, &[])?.map(|(answer, _)| answer)),
+        Err(e) => Some(Err(e)),
+    })
+}
+
+/// Returns the number of this process's memory for operations.
+///
+/// # Errors
+/// As [`ask_with_memory`].
+pub(crate) fn memory() -> Result<u64> {
+    with_connection(Connection::memory)
+}
+
+/// Calls with the connection; again with one to a new node if it returns `None`.
+fn with_connection<T>(mut f: impl FnMut(&mut Connection) -> Option<Result<T>>) -> Result<T> {
     let mut slot = CONNECTION.get().lock();
     if slot.as_ref().is_some_and(|connection| !connection.is_intact()) {
         // The number is another file's.
@@ -76,7 +136,7 @@ pub(crate) fn ask(request: &Request, fds: &[BorrowedFd<'_>]) -> Result<(Answer, 
             Some(connection) => connection,
             empty => empty.insert(Connection::open()?),
         };
-        if let Some(answer) = connection.exchange(request, fds) {
+        if let Some(answer) = f(connection) {
             return answer;
         }
         *slot = None;

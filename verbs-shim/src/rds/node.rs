@@ -33,12 +33,3 @@ pub(crate) fn connect() -> Result<OwnedFd> {
         Errno(libc::ENETDOWN).because(e)
     })
 }
-
-/// Lets processes of this user access this process's memory where the system restricts that to parents (Yama): the node does the RDMA.
-pub(crate) fn allow_access() {
-    static DONE: Once = Once::new();
-    DONE.call_once(|| {
-        // SAFETY: a number. Where there is no such restriction it fails, and is not needed.
-        unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::PR_SET_PTRACER_ANY) };
-    });
-}

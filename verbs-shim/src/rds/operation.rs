@@ -18,6 +18,12 @@ const MASKED_ATOMIC_FADD: c_int = 8;
 const MASKED_ATOMIC_CSWP: c_int = 9;
 const ZCOPY_COOKIE: c_int = 12;
 
+/// `RDS_RDMA_READWRITE`.
+const READWRITE: u64 = 1;
+const PAGE: u64 = 4096;
+/// Pages of a region at most: 1 MiB, and one for its beginning and end.
+const MAX_PAGES: u64 = MAX_MESSAGE as u64 / PAGE + 1;
+
 /// `struct rds_rdma_args`.
 #[derive(FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
@@ -60,24 +66,47 @@ fn args<T: FromBytes>(sent: &Sent<'_>) -> Result<T> {
 
 /// Registers memory, and gives the program its cookie.
 pub(crate) fn map(socket: &Socket, args: &MapArgs) -> Result<u64> {
-    super::node::allow_access();
+    let end = args.addr.checked_add(args.len).ok_or(Errno::INVAL)?;
+    let pages = end.div_ceil(PAGE) - args.addr / PAGE;
+    match pages {
+        _ if args.len == 0 || args.len > u32::MAX.into() => return Err(Errno::INVAL),
+        0..=MAX_PAGES => {}
+        _ => return Err(Errno(libc::EMSGSIZE)),
+    }
+    // As if it were written, whatever the peer may do.
+    user::populate(args.addr, args.len, true)?;
     let request = Request::Map {
         socket: socket.key,
         addr: args.addr,
         len: args.len,
-        flags: u32::try_from(args.flags).map_err(|_| Errno::INVAL)?,
+        // The kernel ignores others.
+        flags: args.flags as u32,
     };
-    let cookie = control::ask(&request, &[])?.0.value;
+    let cookie = control::ask_with_memory(&request)?.value;
     if args.cookie_addr != 0 {
         let to: *mut c_void = std::ptr::with_exposed_provenance_mut(args.cookie_addr as usize);
         // SAFETY: the program wants the cookie there.
-        unsafe { user::write_value(to, cookie)? };
+        unsafe { user::write_value(to, cookie) }.inspect_err(|_| unmap(socket, cookie))?;
     }
     Ok(cookie)
 }
 
+/// Frees a region of a call that fails.
+pub(crate) fn unmap(socket: &Socket, cookie: u64) {
+    let request = Request::Unmap {
+        socket: socket.key,
+        cookie,
+        flags: 0,
+    };
+    // Its node or socket may be gone, and the region with it.
+    let _ = control::ask(&request, &[]);
+}
+
 fn rdma(sent: &Sent<'_>) -> Result<RdmaOp> {
     let args: RdmaArgs = args(sent)?;
+    if args.remote_len > MAX_MESSAGE as u64 {
+        return Err(Errno(libc::EMSGSIZE));
+    }
     let count = usize::try_from(args.local_count).unwrap_or(usize::MAX);
     match count {
         0 => return Err(Errno::INVAL),
@@ -87,12 +116,13 @@ fn rdma(sent: &Sent<'_>) -> Result<RdmaOp> {
     let from: *const c_void = std::ptr::with_exposed_provenance(args.local as usize);
     let piece = |at: usize| user::read::<[u64; 2]>(from.wrapping_byte_add(16 * at)).map(|[addr, len]| (addr, len));
     let local: Vec<_> = (0..count).map(piece).collect::<Result<_>>()?;
-    let total = local.iter().try_fold(0u64, |sum, (_, len)| sum.checked_add(*len));
-    match total {
-        Some(total) if total <= MAX_MESSAGE as u64 => {}
-        _ => return Err(Errno(libc::EMSGSIZE)),
+    let is_possible =
+        |(at, len): &(u64, u64)| at.checked_add(*len).is_some_and(|end| end > *at) && *len <= u32::MAX.into();
+    if !local.iter().all(is_possible) {
+        return Err(Errno::INVAL);
     }
     Ok(RdmaOp {
+        memory: 0,
         cookie: args.cookie,
         remote_addr: args.remote_addr,
         remote_len: args.remote_len,
@@ -106,6 +136,7 @@ fn atomic(kind: AtomicKind, sent: &Sent<'_>) -> Result<AtomicOp> {
     let args: AtomicArgs = args(sent)?;
     Ok(AtomicOp {
         kind,
+        memory: 0,
         cookie: args.cookie,
         local_addr: args.local_addr,
         remote_addr: args.remote_addr,
@@ -137,13 +168,43 @@ fn kind(number: c_int) -> Result<Kind> {
     })
 }
 
-/// Refuses what the node does not do: it registers no memory of programs. So no cookie is one of the socket's.
-pub(crate) fn check(op: &Op) -> Result<()> {
+/// Looks whether an operation is possible, and names this process's memory in it.
+///
+/// # Errors
+/// As the kernel's: `EFAULT` of local memory, `EINVAL` of a cookie that is of no region of the socket or when the peer's memory is too
+/// short; `EOPNOTSUPP` of atomics with masks; `EPERM` when the node can't have the memory.
+pub(crate) fn check(op: &mut Op, socket: &Socket) -> Result<()> {
     match op {
-        Op::None => Ok(()),
-        Op::Dest(_) => Err(Errno::INVAL.because("no memory of the socket has this cookie")),
-        Op::Rdma(_) | Op::Atomic(_) => Err(Errno::NOTSUP.because("the RDS node does no RDMA for programs")),
+        Op::None => {}
+        Op::Dest(cookie) => {
+            control::ask(&Request::Region(socket.key, *cookie), &[])?;
+        }
+        Op::Rdma(op) => {
+            let is_read = op.flags & READWRITE == 0;
+            op.local
+                .iter()
+                .try_for_each(|(at, len)| user::populate(*at, *len, is_read))?;
+            // No sum of 1024 lengths that are below 4 GiB is too long.
+            if op.local.iter().map(|(_, len)| *len).sum::<u64>() > op.remote_len {
+                return Err(Errno::INVAL);
+            }
+            op.memory = control::memory()?;
+        }
+        Op::Atomic(op) => {
+            if op.local_addr % 8 != 0 {
+                return Err(Errno::FAULT);
+            }
+            user::populate(op.local_addr, 8, true)?;
+            match (op.kind, op.values) {
+                (AtomicKind::FetchAdd | AtomicKind::CompareSwap, _)
+                | (AtomicKind::MaskedFetchAdd, [_, 0, ..])
+                | (AtomicKind::MaskedCompareSwap, [_, _, u64::MAX, u64::MAX]) => {}
+                _ => return Err(Errno::NOTSUP.because("RoCE has no atomic operations with masks")),
+            }
+            op.memory = control::memory()?;
+        }
     }
+    Ok(())
 }
 
 /// Error of `MSG_ZEROCOPY`: without a cookie it makes no sense, and RDS over RoCE does not have it.

@@ -183,6 +183,9 @@ fn get_mr(socket: &Socket, option: c_int, value: *const c_void, len: socklen_t) 
     }
     let args: [u8; size_of::<MapArgs>()] = user::read(value.wrapping_byte_add(at))?;
     let args = MapArgs::read_from_bytes(&args).map_err(|_| Errno::INVAL)?;
+    if socket.page.bound().is_none() {
+        return Err(Errno(libc::ENOTCONN));
+    }
     operation::map(socket, &args).map(drop)
 }
 
@@ -194,7 +197,7 @@ fn free_mr(socket: &Socket, value: *const c_void, len: socklen_t) -> Result<()> 
     let request = Request::Unmap {
         socket: socket.key,
         cookie,
-        flags: u32::try_from(flags).map_err(|_| Errno::INVAL)?,
+        flags: flags as u32,
     };
     control::ask(&request, &[]).map(drop)
 }

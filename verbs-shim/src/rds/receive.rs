@@ -19,6 +19,8 @@ use super::{
 };
 use crate::ret::{self, Errno, Result};
 
+/// Bytes of a control message with an operation's status.
+const STATUS_SPACE: usize = 32;
 /// Words of room for the descriptors of a packet.
 const CONTROL: usize = 8;
 
@@ -266,9 +268,16 @@ unsafe fn took(
             room.put(SOL_RDS, cmsg::CONG_UPDATE, &ports.to_ne_bytes());
         }
         RecvKind::Notification { token, status } => {
-            // `struct rds_rdma_notify`.
-            let [low, high] = [token.to_ne_bytes(), u64::from(status.cast_unsigned()).to_ne_bytes()];
-            room.put(SOL_RDS, cmsg::RDMA_STATUS, &[low, high].concat());
+            // Gone when it was peeked at, as the kernel's.
+            if peeks {
+                discard(key, fd);
+            }
+            put_status(&mut room, token, status);
+            while room.left() >= STATUS_SPACE
+                && let Some((token, status)) = next_status(key, fd)
+            {
+                put_status(&mut room, token, status);
+            }
         }
         RecvKind::Message(cookie) => {
             let whole = header.data_len();
@@ -307,6 +316,41 @@ unsafe fn took(
     Ok(Outcome::Done(result))
 }
 
+/// Adds an operation's status (`struct rds_rdma_notify`).
+fn put_status(room: &mut Room, token: u64, status: i32) {
+    let [low, high] = [token.to_ne_bytes(), u64::from(status.cast_unsigned()).to_ne_bytes()];
+    room.put(SOL_RDS, cmsg::RDMA_STATUS, &[low, high].concat());
+}
+
+/// Takes the notification that is next, if one is.
+fn next_status(key: SocketKey, fd: c_int) -> Option<(u64, i32)> {
+    let mut head = [0u8; RecvHeader::LEN];
+    let flags = libc::MSG_DONTWAIT | libc::MSG_PEEK;
+    // SAFETY: room for the header.
+    let got = unsafe { real::recv(fd, head.as_mut_ptr().cast(), head.len(), flags) };
+    let (_, RecvKind::Notification { .. }) = RecvHeader::parse(head.get(..usize::try_from(got).ok()?)?).ok()? else {
+        return None;
+    };
+    // Another thread may be faster.
+    let bytes = take(fd)?;
+    match RecvHeader::parse(&bytes) {
+        Ok((_, RecvKind::Notification { token, status })) => Some((token, status)),
+        _ => {
+            socket::with_key(key, fd).ok()?.set_aside(bytes);
+            None
+        }
+    }
+}
+
+/// Takes the next packet, if there is one.
+fn take(fd: c_int) -> Option<Vec<u8>> {
+    let mut bytes = vec![0u8; RecvHeader::LEN + rds_local::MAX_MESSAGE];
+    // SAFETY: room for any packet.
+    let got = unsafe { real::recv(fd, bytes.as_mut_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT) };
+    bytes.truncate(usize::try_from(got).ok()?);
+    Some(bytes)
+}
+
 /// Adds the control messages of a message.
 fn put_all(socket: &Socket, header: &RecvHeader, cookie: Option<u64>, room: &mut Room) {
     if let Some(cookie) = cookie {
@@ -327,15 +371,8 @@ fn put_all(socket: &Socket, header: &RecvHeader, cookie: Option<u64>, room: &mut
 /// was faster, is set aside.
 fn discard(key: SocketKey, fd: c_int) {
     let Ok(socket) = socket::with_key(key, fd) else { return };
-    let mut bytes = vec![0u8; RecvHeader::LEN + rds_local::MAX_MESSAGE];
-    // SAFETY: room for any packet.
-    let got = unsafe { real::recv(fd, bytes.as_mut_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT) };
-    let Ok(got) = usize::try_from(got) else { return };
-    bytes.truncate(got);
-    if matches!(
-        RecvHeader::parse(&bytes),
-        Ok((_, RecvKind::Message(_) | RecvKind::Notification { .. }))
-    ) {
+    let Some(bytes) = take(fd) else { return };
+    if matches!(RecvHeader::parse(&bytes), Ok((_, RecvKind::Message(_)))) {
         socket.set_aside(bytes);
     }
 }

@@ -31,6 +31,8 @@ struct Packet {
     parts: [MaybeUninit<iovec>; MAX_PARTS],
     count: usize,
     data_len: usize,
+    /// Cookie of memory that was registered for it.
+    mapped: Option<u64>,
 }
 
 /// Next step.
@@ -114,6 +116,7 @@ impl Packet {
             parts: [const { MaybeUninit::uninit() }; MAX_PARTS],
             count: 0,
             data_len: 0,
+            mapped: None,
         }
     }
 
@@ -151,8 +154,12 @@ impl Packet {
             return Ok(Step::Wait(waits));
         }
         let op = match wanted {
-            Wanted::Op(op) => operation::check(&op).map(|()| op)?,
-            Wanted::Map(args) => Op::Dest(operation::map(&socket, &args)?),
+            Wanted::Op(mut op) => operation::check(&mut op, &socket).map(|()| op)?,
+            Wanted::Map(args) => {
+                let cookie = operation::map(&socket, &args)?;
+                self.mapped = Some(cookie);
+                Op::Dest(cookie)
+            }
         };
         if !socket.page.flag(SocketFlags::Sent) {
             socket.page.set_flag(SocketFlags::Sent, true);
@@ -256,6 +263,11 @@ pub(crate) unsafe fn message(key: SocketKey, fd: c_int, message: &msghdr, flags:
     let failed = (sent < 0).then(Errno::last);
     let done = ret::run(|| {
         packet.free();
+        if let (Some(_), Some(cookie)) = (failed, packet.mapped)
+            && let Ok(socket) = socket::with_key(key, fd)
+        {
+            operation::unmap(&socket, cookie);
+        }
         match failed {
             None => Ok(()),
             Some(Errno(libc::EAGAIN)) if !is_nonblocking(fd, flags) => Err(Errno(libc::ETIMEDOUT)),

@@ -155,7 +155,8 @@ impl Node {
             Request::Info(_) => return Err(libc::ENOPROTOOPT),
             Request::Map { addr, .. } => answer.value = addr << 32 | 0x77,
             Request::Unmap { cookie: 0x77, .. } => {}
-            Request::Unmap { .. } => return Err(libc::EINVAL),
+            Request::Unmap { .. } | Request::Region(..) => return Err(libc::EINVAL),
+            Request::Memory => answer.value = record.fds.len() as u64,
         }
         Ok((answer, fds))
     }

@@ -48,6 +48,8 @@ fn request() -> impl Strategy<Value = Request> {
             flags
         }),
         (key(), any::<(u64, u32)>()).prop_map(|(socket, (cookie, flags))| Request::Unmap { socket, cookie, flags }),
+        Just(Request::Memory),
+        (key(), any::<u64>()).prop_map(|(socket, cookie)| Request::Region(socket, cookie)),
     ]
 }
 
@@ -64,6 +66,7 @@ fn op() -> impl Strategy<Value = Op> {
         (any::<[u64; 5]>(), vec(any::<(u64, u64)>(), 1..9)).prop_map(
             |([cookie, remote_addr, remote_len, flags, token], local)| {
                 Op::Rdma(RdmaOp {
+                    memory: 3,
                     cookie,
                     remote_addr,
                     remote_len,
@@ -76,6 +79,7 @@ fn op() -> impl Strategy<Value = Op> {
         (kind, any::<([u64; 5], [u64; 4])>()).prop_map(
             |(kind, ([cookie, local_addr, remote_addr, flags, token], values))| {
                 Op::Atomic(AtomicOp {
+                    memory: 4,
                     kind,
                     cookie,
                     local_addr,

@@ -3,12 +3,12 @@
 use std::{io::IoSlice, time::Duration};
 
 use proptest::{collection::vec, prelude::*};
-use rds_local::{Request, SocketOption};
+use rds_local::{AtomicKind, AtomicOp, Op, RdmaOp, Request, SendHeader, SocketOption};
 use rds_node::{NodeEvent, start};
 use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
-use crate::support::{Host, config, errno, program, receive, send, until};
+use crate::support::{Host, Program, at, config, errno, program, receive, send, until};
 
 #[test]
 fn it_ends_after_the_last_program() {
@@ -83,8 +83,108 @@ fn a_process_has_no_more_than_its_share() {
     });
 }
 
+/// Bytes that hostile operations may change.
+const SANDBOX: usize = 1 << 14;
+/// Bytes of it that peers may use.
+const REGION: usize = 4096;
+
+/// Operation as nobody should ask for it, or as somebody may: on bytes of the sandbox from 0 on, or on what is none.
+fn operation() -> impl Strategy<Value = Op> {
+    let at = prop_oneof![0..200u64, Just(1 << 46), Just(u64::MAX - 10)];
+    let len = prop_oneof![0..300u64, Just(1 << 20), Just(1 << 40), Just(u64::MAX)];
+    let local = vec((at.clone(), len.clone()), 1..4);
+    let some = prop_oneof![Just(0u64), any::<u64>()];
+    let rdma = (local, [some.clone(), some.clone()], len, any::<[u64; 2]>());
+    let rdma = rdma.prop_map(|(local, [memory, cookie], remote, [flags, token])| {
+        Op::Rdma(RdmaOp {
+            memory,
+            cookie,
+            remote_addr: remote,
+            remote_len: remote,
+            flags,
+            token,
+            local,
+        })
+    });
+    use AtomicKind::{CompareSwap, FetchAdd, MaskedCompareSwap, MaskedFetchAdd};
+    let kind = prop::sample::select(vec![FetchAdd, CompareSwap, MaskedFetchAdd, MaskedCompareSwap]);
+    let atomic = (kind, at, [some.clone(), some], any::<[u64; 3]>());
+    let atomic = atomic.prop_map(|(kind, local_addr, [memory, cookie], [value, flags, token])| {
+        Op::Atomic(AtomicOp {
+            kind,
+            memory,
+            cookie,
+            local_addr,
+            remote_addr: value % 10_000,
+            values: [value, 0, u64::MAX, u64::MAX],
+            flags,
+            token,
+        })
+    });
+    prop_oneof![rdma, atomic]
+}
+
+/// Puts an operation into the sandbox, on the region with a cookie unless it names another.
+fn aim(op: Op, program: &Program, sandbox: &[u8], region: u64) -> Op {
+    let (number, first) = (program.memory, at(sandbox));
+    let place = |at: u64| if at < 1 << 46 { first + at } else { at };
+    match op {
+        Op::Rdma(mut op) => {
+            op.memory ^= number;
+            op.cookie ^= region;
+            for (at, _) in &mut op.local {
+                *at = place(*at);
+            }
+            Op::Rdma(op)
+        }
+        Op::Atomic(mut op) => {
+            op.memory ^= number;
+            op.cookie ^= region;
+            op.local_addr = place(op.local_addr);
+            Op::Atomic(op)
+        }
+        other => other,
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4))]
+
+    #[test]
+    fn whatever_operations_programs_send_others_go_on(ops in vec((operation(), any::<bool>()), 200)) {
+        let hosts = [Host::new(|_| {}), Host::new(|_| {})];
+        let controls = [hosts[0].program(), hosts[1].program()];
+        let hostile = controls[0].socket().unwrap();
+        let own = hostile.bind((hosts[0].addr, 4001).into()).unwrap();
+        let [good, owner] = [0, 1].map(|n: usize| controls[n].socket().unwrap());
+        good.bind((hosts[0].addr, 4000).into()).unwrap();
+        let to = owner.bind((hosts[1].addr, 5000).into()).unwrap();
+        let sandbox = vec![0u8; SANDBOX];
+        let regions = [(&hostile, &hosts[0]), (&owner, &hosts[1])].map(|(socket, host)| {
+            let program = Program::new(host);
+            let cookie = program.map(socket, &sandbox[..REGION], 1).unwrap();
+            (program, cookie)
+        });
+        for (op, is_here) in ops {
+            let (to, region) = if is_here { (own, regions[0].1) } else { (to, regions[1].1) };
+            let op = aim(op, &regions[0].0, &sandbox, region);
+            let bytes = op.to_bytes();
+            let header = SendHeader::new(Some(to), &op, bytes.len(), 0);
+            let parts = [IoSlice::new(header.as_bytes()), IoSlice::new(&bytes)];
+            // It reads no reports, and has only so many operations until it does.
+            let _ = rds_local::send(&hostile, &parts, &[], SendFlags::DONTWAIT);
+        }
+        send(&good, b"to another", to);
+        loop {
+            // Messages of operations that were done.
+            let (from, data) = receive(&owner);
+            if from.port() == 4000 {
+                prop_assert_eq!(data, b"to another");
+                break;
+            }
+        }
+        prop_assert!(hosts.iter().all(|host| !host.running.is_over()));
+    }
 
     #[test]
     fn whatever_programs_send_others_go_on(packets in vec((vec(any::<u8>(), 1..300), any::<bool>(), any::<bool>()), 200)) {
@@ -102,7 +202,7 @@ proptest! {
             if is_request {
                 bytes.resize(Request::LEN, 0);
                 // The kind, so that more of them are requests.
-                let kind = u32::from(bytes[8] % 12);
+                let kind = u32::from(bytes[8] % 14);
                 bytes[4..8].copy_from_slice(&kind.to_ne_bytes());
                 let key = hostile.key().0;
                 bytes[8..16].copy_from_slice(key.as_bytes());

@@ -2,5 +2,6 @@
 
 mod crash;
 mod limits;
+mod rdma;
 mod sockets;
 mod support;

@@ -1,17 +1,14 @@
 //! Promises to programs.
 
-use std::{io::IoSlice, net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, time::Duration};
 
 use rds_host::{NodeOptions, RdsNode};
-use rds_local::{
-    Control, Op, RdmaOp, RecvHeader, RecvKind, Request, SendHeader, SocketFlags, SocketKey, SocketOption, info,
-};
+use rds_local::{Control, RecvHeader, RecvKind, Request, SocketFlags, SocketKey, SocketOption, info};
 use rds_node::{NodeEvent, PairKey};
 use rustix::{
     event::PollFlags,
     net::{RecvFlags, SendFlags},
 };
-use zerocopy::IntoBytes;
 
 use crate::support::{Host, errno, receive, send, until, wait_for};
 
@@ -154,32 +151,6 @@ fn a_socket_that_was_passed_on_is_known_and_its_page_had_again() {
     until("its port is free", || third.bind(at).is_ok());
 }
 
-#[test]
-fn a_cookie_goes_with_its_message_and_operations_are_counted() {
-    let (near, far) = (Host::new(stays), Host::new(stays));
-    let programs = [near.program(), far.program()];
-    let [sender, reader] = [0, 1].map(|n: usize| programs[n].socket().unwrap());
-    sender.bind((near.addr, 4000).into()).unwrap();
-    let at = reader.bind((far.addr, 5000).into()).unwrap();
-    let put = |op: &Op, data: &[u8]| {
-        let bytes = op.to_bytes();
-        let header = SendHeader::new(Some(at), op, bytes.len(), data.len());
-        let parts = [header.as_bytes(), &bytes, data].map(IoSlice::new);
-        rds_local::send(&sender, &parts, &[], SendFlags::empty()).unwrap();
-    };
-    let operation = Op::Rdma(RdmaOp {
-        local: vec![(0x1000, 8)],
-        ..RdmaOp::default()
-    });
-    put(&operation, b"never");
-    put(&Op::Dest(0x1_0000_0007), b"here");
-    wait_for(&reader, PollFlags::IN);
-    let received = reader.recv(RecvFlags::DONTWAIT).unwrap();
-    assert_eq!(received.kind, RecvKind::Message(Some(0x1_0000_0007)));
-    assert_eq!(received.data, b"here");
-    assert_eq!(counter(&programs[0], info::OWN_COUNTERS, "local_unsupported"), 1);
-}
-
 fn counter(program: &Control, number: u32, name: &str) -> u64 {
     let (bytes, _) = program.info(number).unwrap();
     let all = info::elements::<info::Counter>(&bytes);
@@ -260,7 +231,7 @@ fn events_say_what_happens() {
     near.running.control().open("192.0.2.99".parse().unwrap());
     near.event(|event| matches!(event, NodeEvent::NotOpened { .. }));
     let stats = near.running.control().stats().unwrap();
-    assert_eq!((stats.sockets, stats.own_counters.len()), (1, 3));
+    assert_eq!((stats.sockets, stats.own_counters.len()), (1, 2));
 }
 
 #[test]
