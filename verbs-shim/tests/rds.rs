@@ -18,7 +18,7 @@ use std::{
 use ferroce_verbs as _;
 use libc::{iovec, msghdr, sockaddr_in, timeval};
 use node::Node;
-use rds_local::{Op, RecvKind};
+use rds_local::{Op, RdmaOp, RecvKind};
 
 const SOL_RDS: c_int = 276;
 
@@ -372,17 +372,52 @@ fn a_forked_child_has_a_connection_of_its_own() {
 fn operations_and_options_reach_the_node() {
     let (node, _turn) = node();
     let a = bound(1000);
-    let control = cmsg(SOL_RDS, 2, &0x1122u64.to_ne_bytes());
-    let mut name = raw(addr(1000));
-    // SAFETY: a message of this frame.
-    let sent = unsafe {
-        let mut message: msghdr = mem::zeroed();
-        (message.msg_name, message.msg_namelen) = ((&raw mut name).cast(), 16);
-        (message.msg_control, message.msg_controllen) = (control.as_ptr().cast_mut().cast::<c_void>(), control.len());
-        result(libc::sendmsg(a.as_raw_fd(), &raw const message, 0))
+    let send_with = |kind, data: &[u8]| {
+        let control = cmsg(SOL_RDS, kind, data);
+        let mut name = raw(addr(1000));
+        // SAFETY: a message of this frame.
+        unsafe {
+            let mut message: msghdr = mem::zeroed();
+            (message.msg_name, message.msg_namelen) = ((&raw mut name).cast(), 16);
+            let control = (control.as_ptr().cast_mut().cast::<c_void>(), control.len());
+            (message.msg_control, message.msg_controllen) = control;
+            result(libc::sendmsg(a.as_raw_fd(), &raw const message, 0))
+        }
     };
-    assert_eq!(sent, Err(libc::EINVAL), "no memory of the socket has this cookie");
+    let cookie = |number: u64| number.to_ne_bytes();
+    assert_eq!(
+        send_with(2, &cookie(0x1122)),
+        Err(libc::EINVAL),
+        "no memory of the socket has this cookie"
+    );
     assert_eq!(node.last_op(), Op::None);
+    assert_eq!(send_with(2, &cookie(0x77)), Ok(0));
+    assert_eq!(recv(&a, &mut [], 0), Ok(0));
+    assert_eq!(node.last_op(), Op::Dest(0x77));
+    let memory = [0u8; 100];
+    let at = memory.as_ptr().expose_provenance() as u64;
+    let local = [at, 100];
+    let args = |remote: u64| {
+        let local = local.as_ptr().expose_provenance() as u64;
+        [3, 10, remote, local, 1, 0x20, 9].map(u64::to_ne_bytes).concat()
+    };
+    assert_eq!(
+        send_with(1, &args(99)),
+        Err(libc::EINVAL),
+        "the peer's memory is too short"
+    );
+    assert_eq!(send_with(1, &args(100)), Ok(0));
+    assert_eq!(recv(&a, &mut [], 0), Ok(0));
+    let operation = Op::Rdma(RdmaOp {
+        memory: 5,
+        cookie: 3,
+        remote_addr: 10,
+        remote_len: 100,
+        flags: 0x20,
+        token: 9,
+        local: vec![(at, 100)],
+    });
+    assert_eq!(node.last_op(), operation);
     let name = raw(addr(7));
     // SAFETY: plain bytes.
     let bytes = unsafe { std::slice::from_raw_parts((&raw const name).cast::<u8>(), 16) };
@@ -390,8 +425,10 @@ fn operations_and_options_reach_the_node() {
     assert_eq!(node.cancelled(), [addr(7)]);
     let mut cookie = 0u64;
     let to = (&raw mut cookie).expose_provenance() as u64;
-    let map = [0x5000, 4096, to, 0].map(u64::to_ne_bytes).concat();
-    assert_eq!((set(&a, SOL_RDS, 2, &map), cookie), (Ok(0), 0x5000_0000_0077));
+    let map = [at, 100, to, 0].map(u64::to_ne_bytes).concat();
+    assert_eq!((set(&a, SOL_RDS, 2, &map), cookie), (Ok(0), 100 << 32 | 0x77));
+    let nowhere = [0x5000, 4096, to, 0].map(u64::to_ne_bytes).concat();
+    assert_eq!(set(&a, SOL_RDS, 2, &nowhere), Err(libc::EFAULT));
     assert_eq!(set(&a, SOL_RDS, 3, &[0x77, 0].map(u64::to_ne_bytes).concat()), Ok(0));
     assert_eq!(
         set(&a, SOL_RDS, 3, &[0x78, 0].map(u64::to_ne_bytes).concat()),

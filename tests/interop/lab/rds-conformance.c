@@ -1070,6 +1070,317 @@ static void infos(void)
 	row("connections to itself", "%s", found ? "some" : "none");
 }
 
+/* Structures of linux/rds.h. */
+struct vec { uint64_t addr, bytes; };
+struct map { struct vec vec; uint64_t cookie_addr, flags; };
+struct rdma { uint64_t cookie; struct vec remote; uint64_t local, nr_local, flags, token; };
+struct atomic { uint64_t cookie, local_addr, remote_addr, values[4], flags, token; };
+struct status { uint64_t token; int32_t status; };
+enum { ARGS = 1, DEST = 2, MAP = 3, STATUS = 4, FADD = 6, CSWP = 7, MASKED_FADD = 8, MASKED_CSWP = 9 };
+enum { READWRITE = 1, FENCE = 2, INVALIDATE = 4, USE_ONCE = 8, NOTIFY_ME = 0x20, SILENT = 0x40 };
+
+static uint64_t address_of(const void *what) { return (uintptr_t)what; }
+
+/* Sends 10 bytes to PORT + 1 with one or two control messages. */
+static ssize_t send_with(int s, int type, const void *what, size_t len, int other, const void *that, size_t length)
+{
+	union { char bytes[512]; struct cmsghdr align; } control = { .bytes = "" };
+	struct sockaddr_in to = at(own_text, PORT + 1);
+	struct iovec iov = { data, 10 };
+	struct msghdr m = { &to, sizeof to, &iov, 1, control.bytes, CMSG_SPACE(len) + (other ? CMSG_SPACE(length) : 0), 0 };
+	struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+	*c = (struct cmsghdr){ CMSG_LEN(len), SOL_RDS, type };
+	memcpy(CMSG_DATA(c), what, len);
+	if (other) {
+		c = CMSG_NXTHDR(&m, c);
+		*c = (struct cmsghdr){ CMSG_LEN(length), SOL_RDS, other };
+		memcpy(CMSG_DATA(c), that, length);
+	}
+	return sendmsg(s, &m, 0);
+}
+
+static ssize_t operate(int s, const struct rdma *args) { return send_with(s, ARGS, args, sizeof *args, 0, NULL, 0); }
+
+/* Prints the reports of operations, as many as there is room for. */
+static void row_status(const char *fact, int s, size_t room, int flags)
+{
+	union { char bytes[512]; struct cmsghdr align; } control;
+	struct sockaddr_storage from;
+	struct iovec iov = { data, 100 };
+	struct msghdr m = { &from, sizeof from, &iov, 1, control.bytes, room, 0 };
+	char text[512];
+	errno = 0;
+	ssize_t got = recvmsg(s, &m, flags);
+	if (got < 0) {
+		row(fact, "%s", text_of(got));
+		return;
+	}
+	int at = sprintf(text, "%zd bytes, flags %x, name %u", got, m.msg_flags & ~MSG_CMSG_CLOEXEC, m.msg_namelen);
+	for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
+		const struct status *status = (void *)CMSG_DATA(c);
+		at += sprintf(text + at, ", cmsg %d of %zu", c->cmsg_type, (size_t)(c->cmsg_len - CMSG_LEN(0)));
+		if (c->cmsg_len >= CMSG_LEN(sizeof *status))
+			at += sprintf(text + at, " token %llu status %d", (unsigned long long)status->token, status->status);
+	}
+	row(fact, "%s", text);
+}
+
+/* Receives a message with a cookie. */
+static uint64_t offered(int s)
+{
+	union { char bytes[64]; struct cmsghdr align; } control;
+	struct iovec iov = { data, 100 };
+	struct msghdr m = { NULL, 0, &iov, 1, control.bytes, sizeof control.bytes, 0 };
+	uint64_t cookie;
+	MUST(recvmsg(s, &m, 0));
+	struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+	if (!c || c->cmsg_level != SOL_RDS || c->cmsg_type != DEST) {
+		row("cookie", "none");
+		_exit(1);
+	}
+	memcpy(&cookie, CMSG_DATA(c), sizeof cookie);
+	return cookie;
+}
+
+/* Registers by a message. A connection that begins takes no registrations, and that to the host itself by 127.0.0.1 never. */
+static uint64_t offer(int owner, void *memory, size_t len, uint64_t flags)
+{
+	uint64_t cookie = 0;
+	struct map map = { { address_of(memory), len }, address_of(&cookie), flags };
+	struct sockaddr_in name = at(own_text, PORT);
+	union { char bytes[CMSG_SPACE(sizeof map)]; struct cmsghdr align; } control = { .bytes = "" };
+	struct iovec iov = { data, 10 };
+	struct msghdr m = { &name, sizeof name, &iov, 1, control.bytes, sizeof control.bytes, 0 };
+	struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+	*c = (struct cmsghdr){ CMSG_LEN(sizeof map), SOL_RDS, MAP };
+	memcpy(CMSG_DATA(c), &map, sizeof map);
+	for (int tries = 0; sendmsg(owner, &m, 0) < 0; tries++) {
+		if (errno == EOPNOTSUPP || tries > 300)
+			return 0;
+		usleep(20000);
+	}
+	return cookie;
+}
+
+static int free_mr(int s, uint64_t cookie, uint64_t flags)
+{
+	uint64_t args[2] = { cookie, flags };
+	return setsockopt(s, SOL_RDS, RDS_FREE_MR, args, sizeof args);
+}
+
+static unsigned char *mapped(int rights)
+{
+	return mmap(NULL, 8192, rights, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+}
+
+/* What is wrong with an operation is said by the call. */
+static void bad_rdma(void)
+{
+	static unsigned char memory[8192] __attribute__((aligned(4096)));
+	unsigned char *gone = mapped(PROT_NONE), *read_only = mapped(PROT_READ);
+	struct vec local = { address_of(memory), 100 };
+	struct rdma args = { 7, { 0, 100 }, address_of(&local), 1, 0, 1 };
+	struct map map = { { address_of(memory), 100 }, 0, READWRITE };
+	struct { struct sockaddr_storage dest; struct map map; } for_dest = { .map = map };
+	uint64_t cookie = 7;
+	int s = unbound();
+	TRY("GET_MR unbound", setsockopt(s, SOL_RDS, RDS_GET_MR, &map, sizeof map));
+	TRY("FREE_MR unbound", free_mr(s, 7, 0));
+	TRY("FREE_MR of all unbound", free_mr(s, 0, 0));
+	s = opened(PORT);
+	opened(PORT + 1);
+	TRY("GET_MR too short", setsockopt(s, SOL_RDS, RDS_GET_MR, &map, 31));
+	TRY("GET_MR too long", setsockopt(s, SOL_RDS, RDS_GET_MR, &for_dest, 33));
+	TRY("GET_MR bad pointer", setsockopt(s, SOL_RDS, RDS_GET_MR, (void *)8, 32));
+	TRY("GET_MR_FOR_DEST too short", setsockopt(s, SOL_RDS, RDS_GET_MR_FOR_DEST, &for_dest, 159));
+	TRY("GET_MR_FOR_DEST bad pointer", setsockopt(s, SOL_RDS, RDS_GET_MR_FOR_DEST, (void *)8, 160));
+	static const struct { const char *name; uint64_t at, len; } ranges[] = {
+		{ "no bytes", 0, 0 }, { "the end of addresses", -4096ull, 8192 }, { "all bytes up to the end", -4096ull, 4095 }, { "5 GiB", 4096, 5ull << 30 },
+		{ "1 MiB and 8 KiB", 4096, (1 << 20) + 8192 },
+	};
+	for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
+		char fact[64];
+		map.vec = (struct vec){ ranges[i].at, ranges[i].len };
+		sprintf(fact, "GET_MR of %s", ranges[i].name);
+		TRY(fact, setsockopt(s, SOL_RDS, RDS_GET_MR, &map, sizeof map));
+		sprintf(fact, "MAP of %s", ranges[i].name);
+		TRY(fact, send_with(s, MAP, &map, sizeof map, 0, NULL, 0));
+		/* What comes of the third one is not the same in all kernels. */
+		if (!ranges[i].at || i == 2)
+			continue;
+		local = map.vec;
+		sprintf(fact, "ARGS of %s", ranges[i].name);
+		args.remote.bytes = 1 << 20;
+		TRY(fact, operate(s, &args));
+	}
+	args.remote.bytes = 100;
+	map.vec = (struct vec){ address_of(gone), 100 };
+	TRY("GET_MR of no memory", setsockopt(s, SOL_RDS, RDS_GET_MR, &map, sizeof map));
+	TRY("MAP of no memory", send_with(s, MAP, &map, sizeof map, 0, NULL, 0));
+	map = (struct map){ { address_of(read_only), 100 }, 0, 0 };
+	TRY("MAP of constant memory", send_with(s, MAP, &map, sizeof map, 0, NULL, 0));
+	TRY("FREE_MR too short", setsockopt(s, SOL_RDS, RDS_FREE_MR, &for_dest, 15));
+	TRY("FREE_MR too long", setsockopt(s, SOL_RDS, RDS_FREE_MR, &for_dest, 17));
+	TRY("FREE_MR bad pointer", setsockopt(s, SOL_RDS, RDS_FREE_MR, (void *)8, 16));
+	TRY("FREE_MR of no region", free_mr(s, 7, 0));
+	TRY("FREE_MR of no region with flags", free_mr(s, 7, -1ull));
+	TRY("FREE_MR of all", free_mr(s, 0, 0));
+	TRY("DEST of no region", send_with(s, DEST, &cookie, 8, 0, NULL, 0));
+	local = (struct vec){ address_of(memory), 100 };
+	args.nr_local = 1025;
+	TRY("ARGS of 1025 pieces", operate(s, &args));
+	args.nr_local = 1ull << 40;
+	TRY("ARGS of too many pieces", operate(s, &args));
+	args.nr_local = 1;
+	args.local = 8;
+	TRY("ARGS bad pointer", operate(s, &args));
+	args.local = address_of(&local);
+	local.bytes = 0;
+	TRY("ARGS of an empty piece", operate(s, &args));
+	local.bytes = 101;
+	TRY("ARGS above the peer's", operate(s, &args));
+	local.bytes = 100;
+	args.remote.bytes = (1 << 20) + 1;
+	TRY("ARGS above 1 MiB of the peer's", operate(s, &args));
+	args.remote.bytes = 100;
+	local.addr = address_of(gone);
+	TRY("ARGS to read without memory", operate(s, &args));
+	args.flags = READWRITE;
+	TRY("ARGS to write without memory", operate(s, &args));
+	local.addr = address_of(read_only);
+	args.flags = 0;
+	TRY("ARGS to read to constant memory", operate(s, &args));
+	local.addr = address_of(memory);
+	map.vec = local;
+	TRY("ARGS twice", send_with(s, ARGS, &args, sizeof args, ARGS, &args, sizeof args));
+	TRY("ARGS and DEST", send_with(s, ARGS, &args, sizeof args, DEST, &cookie, 8));
+	TRY("ARGS and MAP", send_with(s, ARGS, &args, sizeof args, MAP, &map, sizeof map));
+	TRY("DEST twice", send_with(s, DEST, &cookie, 8, DEST, &cookie, 8));
+	struct atomic word = { 7, address_of(memory), 0, { 1, 2, 3, 4 }, 0, 1 };
+	static const struct { const char *name; int type; } kinds[] = {
+		{ "FADD", FADD }, { "CSWP", CSWP }, { "MASKED_FADD", MASKED_FADD }, { "MASKED_CSWP", MASKED_CSWP },
+	};
+	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+		char fact[64];
+		sprintf(fact, "%s too short", kinds[i].name);
+		TRY(fact, send_with(s, kinds[i].type, &word, 71, 0, NULL, 0));
+		word.local_addr = address_of(memory) + 4;
+		sprintf(fact, "%s on no word", kinds[i].name);
+		TRY(fact, send_with(s, kinds[i].type, &word, sizeof word, 0, NULL, 0));
+		word.local_addr = address_of(gone);
+		sprintf(fact, "%s without memory", kinds[i].name);
+		TRY(fact, send_with(s, kinds[i].type, &word, sizeof word, 0, NULL, 0));
+		word.local_addr = address_of(memory);
+		sprintf(fact, "%s and DEST", kinds[i].name);
+		TRY(fact, send_with(s, kinds[i].type, &word, sizeof word, DEST, &cookie, 8));
+	}
+}
+
+static unsigned char memory[20000], own[20000];
+static uint64_t cookie;
+
+/* A child's memory is its own. */
+static void child_writes(int s)
+{
+	struct vec local = { address_of(own), 100 };
+	struct rdma args = { cookie, { 0, 100 }, address_of(&local), 1, NOTIFY_ME | READWRITE, 51 };
+	memset(own, 9, sizeof own);
+	TRY("child's WRITE", operate(s, &args));
+	row_status("child's report", s, 200, 0);
+	args.flags = NOTIFY_ME;
+	args.remote.addr = 5000;
+	TRY("child's READ", operate(s, &args));
+	row_status("child's report", s, 200, 0);
+	row("child's bytes", "%d", memcmp(own, memory + 5100, 100));
+}
+
+static void child_gets_and_writes(int over)
+{
+	child_writes(passed(over));
+}
+
+static void rdma(void)
+{
+	int over[2], owner = opened(PORT + 1), s = opened(PORT);
+	for (size_t i = 0; i < sizeof memory; i++)
+		memory[i] = i * 7 + i / 256;
+	/* The first message brings the connection. */
+	MUST(send_to(s, 1, 0, own_text, PORT + 1));
+	MUST(recv(owner, data, 10, 0));
+	MUST(send_to(owner, 1, 0, own_text, PORT));
+	MUST(recv(s, data, 10, 0));
+	uint64_t told = offer(owner, memory + 100, 10000, READWRITE);
+	if (!told) {
+		row("MAP", "%s", text_of(-1));
+		return;
+	}
+	cookie = offered(s);
+	row("cookie", "%s", told == cookie ? "is what was told" : "another one");
+	struct vec local[2] = { { address_of(own + 1), 1000 }, { address_of(own + 2001), 500 } };
+	struct rdma args = { cookie, { 50, 10000 }, address_of(local), 2, NOTIFY_ME | FENCE, 11 };
+	TRY("READ", operate(s, &args));
+	row_status("its report", s, 200, 0);
+	row("its bytes", "%d %d", memcmp(own + 1, memory + 150, 1000), memcmp(own + 2001, memory + 1150, 500));
+	row_message("its message", owner, 100, 200, 0);
+	memset(own, 5, sizeof own);
+	args.flags = NOTIFY_ME | READWRITE;
+	args.token = 12;
+	TRY("WRITE", operate(s, &args));
+	row_message("its message", owner, 100, 200, 0);
+	row_status("its report", s, 200, 0);
+	row("its bytes", "%d %d", memcmp(memory + 150, own, 1500), memory[149] == (unsigned char)(149 * 7) && memory[1650] == (unsigned char)(1650 * 7 + 6));
+	args.flags = READWRITE;
+	TRY("WRITE without report", operate(s, &args));
+	row_message("its message", owner, 100, 200, 0);
+	row_status("no report", s, 200, MSG_DONTWAIT);
+	args.flags = NOTIFY_ME | READWRITE;
+	for (args.token = 21; args.token <= 25; args.token++) {
+		MUST(operate(s, &args));
+		MUST(recv(owner, data, 100, 0));
+	}
+	usleep(300000);
+	row_bits("poll with reports", s);
+	row_status("a report without room", s, 0, 0);
+	row_status("a report with room for its half", s, CMSG_LEN(8), 0);
+	row_status("a report with room for one", s, CMSG_SPACE(sizeof(struct status)), 0);
+	row_status("reports peeked at", s, 200, MSG_PEEK);
+	row_status("reports afterwards", s, 200, MSG_DONTWAIT);
+	in_child("fork", s, child_writes);
+	row("what it wrote", "%d, own %d", memory[100], own[0]);
+	memset(memory + 100, 0, 100);
+	MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, over));
+	pass(over[0], s);
+	in_child("SCM_RIGHTS", over[1], child_gets_and_writes);
+	row("what that wrote", "%d, own %d", memory[100], own[0]);
+	for (int i = 0; i < 4; i++)
+		MUST(recv(owner, data, 100, 0));
+	MUST(send_to(owner, 33, 0, own_text, PORT));
+	readable(s, 5000);
+	TRY("a second message with the cookie", send_with(owner, DEST, &cookie, 8, 0, NULL, 0));
+	row_message("comes to itself", owner, 100, 200, 0);
+	TRY("MAP and DEST", send_with(owner, MAP, &(struct map){ { address_of(memory), 100 }, 0, 0 }, sizeof(struct map), DEST, &cookie, 8));
+	TRY("another's FREE_MR", free_mr(s, cookie, 0));
+	TRY("another's DEST", send_with(s, DEST, &cookie, 8, 0, NULL, 0));
+	TRY("FREE_MR", free_mr(owner, cookie, INVALIDATE));
+	TRY("FREE_MR again", free_mr(owner, cookie, 0));
+	TRY("DEST of what was freed", send_with(owner, DEST, &cookie, 8, 0, NULL, 0));
+	MUST(recv(s, data, 100, 0));
+	offer(owner, memory, 100, USE_ONCE);
+	args = (struct rdma){ offered(s), { 0, 100 }, address_of(local), 1, NOTIFY_ME, 31 };
+	local[0].bytes = 100;
+	TRY("READ of a region for use once", operate(s, &args));
+	row_message("its message", owner, 100, 200, 0);
+	row_status("its report", s, 200, 0);
+	TRY("FREE_MR of it", free_mr(owner, args.cookie, 0));
+	offer(owner, memory, 100, 0xff00000000000001ull);
+	TRY("FREE_MR of one with unknown flags", free_mr(owner, offered(s), 0));
+	uint64_t none = 0;
+	struct map map = { { address_of(memory), 100 }, address_of(&none), 0 };
+	TRY("GET_MR", setsockopt(owner, SOL_RDS, RDS_GET_MR, &map, sizeof map));
+	row("its cookie", "%s", none ? "given" : "none");
+	TRY("close", close(owner));
+}
+
 static void sysctls(void)
 {
 	static const char *const names[] = {
@@ -1095,7 +1406,7 @@ static void sysctls(void)
 static const struct { const char *name; void (*run)(void); } sections[] = {
 	{ "sockets", sockets }, { "bind", binds }, { "connect", connects }, { "refused", refused_calls }, { "send", sends }, { "receive", receives },
 	{ "timeouts", timeouts }, { "queue", queue }, { "poll", polls }, { "ioctl", ioctls }, { "options", options }, { "sharing", sharing },
-	{ "congestion", congestion }, { "info", infos }, { "sysctl", sysctls },
+	{ "congestion", congestion }, { "info", infos }, { "sysctl", sysctls }, { "bad-rdma", bad_rdma }, { "rdma", rdma },
 };
 
 static int wanted(const char *name, char **only)

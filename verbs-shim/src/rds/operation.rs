@@ -67,7 +67,8 @@ fn args<T: FromBytes>(sent: &Sent<'_>) -> Result<T> {
 /// Registers memory, and gives the program its cookie.
 pub(crate) fn map(socket: &Socket, args: &MapArgs) -> Result<u64> {
     let end = args.addr.checked_add(args.len).ok_or(Errno::INVAL)?;
-    let pages = end.div_ceil(PAGE) - args.addr / PAGE;
+    let end = end.checked_next_multiple_of(PAGE).ok_or(Errno::INVAL)?;
+    let pages = end / PAGE - args.addr / PAGE;
     match pages {
         _ if args.len == 0 || args.len > u32::MAX.into() => return Err(Errno::INVAL),
         0..=MAX_PAGES => {}

@@ -153,10 +153,11 @@ impl Node {
                 fds.push(memory_file(&[7; 56]).unwrap());
             }
             Request::Info(_) => return Err(libc::ENOPROTOOPT),
-            Request::Map { addr, .. } => answer.value = addr << 32 | 0x77,
-            Request::Unmap { cookie: 0x77, .. } => {}
+            Request::Map { len, .. } => answer.value = len << 32 | 0x77,
+            Request::Unmap { cookie: 0x77, .. } | Request::Region(_, 0x77) => {}
             Request::Unmap { .. } | Request::Region(..) => return Err(libc::EINVAL),
-            Request::Memory => answer.value = record.fds.len() as u64,
+            // What a descriptor of the process's memory is the node knows.
+            Request::Memory => answer.value = 4 + record.fds.len() as u64,
         }
         Ok((answer, fds))
     }
