@@ -40,6 +40,8 @@ pub(super) struct Context<'a> {
     pub(super) room: usize,
     /// When the connection ended.
     pub(super) disconnected: Option<u64>,
+    /// Packets of either direction that the capture misses, as far as is known.
+    pub(super) missed: u64,
     pub(super) findings: &'a mut Vec<Finding>,
 }
 

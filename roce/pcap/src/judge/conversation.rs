@@ -99,6 +99,11 @@ impl Conversation {
         self.ends.iter().all(|end| end.qpn.is_some())
     }
 
+    /// Returns how many packets the capture misses, as far as answers show it.
+    pub(super) fn missed(&self) -> u64 {
+        self.directions.iter().map(|d| d.missed).sum()
+    }
+
     pub(super) fn count(&mut self, findings: &[Finding]) {
         for finding in findings {
             match finding.severity {
@@ -114,7 +119,7 @@ impl Conversation {
         if std::mem::replace(&mut self.closed, true) || self.merged.is_some() {
             return;
         }
-        let before = findings.len();
+        let (before, missed) = (findings.len(), self.missed());
         for requester in 0..2 {
             let peers = (self.ends[requester].addr, self.ends[1 - requester].addr);
             let mut mtu = self.mtu;
@@ -125,6 +130,7 @@ impl Conversation {
                 depth: None,
                 room: 0,
                 disconnected: None,
+                missed,
                 findings,
             };
             if self.service == Service::Rc || self.service == Service::Xrc {
@@ -154,7 +160,7 @@ impl Conversation {
         if cut > 0 {
             unknown.push((format!("{cut} packets are cut"), true));
         }
-        let missed: u64 = self.directions.iter().map(|d| d.missed).sum();
+        let missed = self.missed();
         if missed > 0 {
             unknown.push((
                 format!("{missed} packets are missing in the capture, but were answered"),
@@ -180,7 +186,7 @@ impl Conversation {
 
 fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mut Context<'_>) {
     let backwards = (peers.1, peers.0);
-    if let Some(beyond) = d.beyond.filter(|_| !d.damaged && d.missed == 0)
+    if let Some(beyond) = d.beyond.filter(|_| !d.damaged && cx.missed == 0)
         && let Some(next) = d.next
     {
         // The capture may have missed the request, unless the requester goes on as if it had not sent it.

@@ -306,8 +306,8 @@ fn settle_beyond(d: &mut Direction, psn: i64, o: &Observed<'_>, cx: &mut Context
         return;
     }
     d.beyond = None;
-    // Where the capture misses requests, this one may be there a second time.
-    if psn > beyond.psn || d.missed > 0 {
+    // Where the capture misses packets, of either direction, this one may be there a second time.
+    if psn > beyond.psn || cx.missed > 0 {
         d.missed += 1;
         return;
     }

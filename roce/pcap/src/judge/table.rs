@@ -521,12 +521,14 @@ impl Judge {
         let info = o.header.bth.opcode.info();
         let answer = is_answer(info.class);
         let requester = if answer { 1 - sender } else { sender };
+        let missed = conversation.missed();
         let mut cx = Context {
             conversation: index,
             mtu: &mut conversation.mtu,
             depth: conversation.depth[requester],
             room,
             disconnected: conversation.disconnected,
+            missed,
             findings: &mut self.findings,
         };
         if info.class == Class::Cnp {

@@ -22,7 +22,26 @@ fn a_repetition_that_is_seen_first_makes_no_ghost_of_its_answer() {
     assert_eq!(wire.summary().verdict, Verdict::NotChecked);
 }
 
-/// As before, but the capture is known to have everything.
+/// It may miss a request of one side where it has missed those of the other.
+#[test]
+fn a_capture_that_misses_requests_of_one_side_makes_no_ghost_of_the_others_answer() {
+    let mut wire = Wire::stated();
+    wire.a(write(10, 100), 100);
+    wire.b(ack(10, 1), 0);
+    wire.b(write(20, 100), 100);
+    wire.a(ack(20, 1), 0);
+    // Packet 21 of B is not captured, nor the first transmission of packet 11 of A.
+    wire.a(ack(21, 2), 0);
+    wire.b(write(22, 100), 100);
+    wire.a(ack(22, 3), 0);
+    wire.b(ack(11, 2), 0);
+    wire.a(write(11, 100), 100);
+    wire.b(ack(11, 2), 0);
+    assert_eq!(wire.found(), Vec::<String>::new());
+    assert_eq!(wire.summary().verdict, Verdict::NotChecked);
+}
+
+/// The capture is not known to miss anything.
 #[test]
 fn an_answer_to_a_request_that_is_sent_later_is_a_ghost() {
     let mut wire = Wire::stated();
