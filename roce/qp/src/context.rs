@@ -12,8 +12,7 @@ use core::time::Duration;
 use roce_bth::{Class, Opcode, Service};
 use roce_verbs::mem::MemoryTable;
 use roce_verbs::{
-    AccessFlags, AsyncEvent, Completion, Instant, PathMigState, QKey, QpAttr, QpAttrMask, QpState, QpType, Qpn, Target,
-    WcStatus,
+    AccessFlags, AsyncEvent, Completion, Instant, PathMigState, QKey, QpAttr, QpState, QpType, Qpn, Target, WcStatus,
 };
 
 use crate::{
@@ -186,9 +185,7 @@ impl QpContext {
 
     /// Stores the attributes that are set.
     pub(crate) fn apply(&mut self, attr: &QpAttr) {
-        // The state is the context's, and paths don't migrate.
-        let not_stored = QpAttrMask::STATE | QpAttrMask::CUR_STATE | QpAttrMask::PATH_MIG_STATE;
-        let current = attr.only(!not_stored).or(self.attr);
+        let current = attr.or(self.attr);
         self.mtu = current.path_mtu.map_or(self.mtu, |m| m.bytes());
         self.peer = current.dest_qpn.unwrap_or_default();
         self.access = current.access.unwrap_or_default();

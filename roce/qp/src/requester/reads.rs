@@ -52,10 +52,9 @@ impl Requester {
 
     /// Returns index and work request of the oldest outstanding PSN, if it is a READ.
     pub(super) fn oldest_read(&self) -> Option<(usize, &SendWqe)> {
-        let una = self.una;
-        let mut wqes = self.sq.wqes.iter().enumerate();
-        let oldest = wqes.find(|(_, w)| w.packets > 0 && una < w.end());
-        oldest.filter(|(_, w)| w.kind() == Kind::Read)
+        let index = self.sq.index_of(self.una)?;
+        let wqe = &self.sq.wqes[index];
+        (wqe.kind() == Kind::Read).then_some((index, wqe))
     }
 
     /// Returns whether retransmitting the oldest packet would request more than [`PROBED_PART`] bytes of a READ.

@@ -46,6 +46,11 @@ fn responses_are_expected_to_what_is_outstanding() {
     p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 3000)]);
     assert!(!expects(&p.a, &ack(A, setup.psn)), "nothing was sent");
     assert_eq!(p.a.drain().len(), 3);
+    // A selective ACK may acknowledge nothing more than was acknowledged before.
+    for (ahead, expected) in [(-2, false), (-1, true), (0, true), (2, true), (3, false)] {
+        let raw = Raw::new(Opcode::SelectiveAck, A, setup.psn.wrapping_add_signed(ahead));
+        assert_eq!(expects(&p.a, &raw), expected, "{ahead}");
+    }
     for (ahead, expected) in [(-1, false), (0, true), (2, true), (3, false), (1 << 20, false)] {
         let raw = ack(A, setup.psn.wrapping_add_signed(ahead));
         assert_eq!(expects(&p.a, &raw), expected, "{ahead}");

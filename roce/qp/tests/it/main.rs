@@ -23,6 +23,7 @@ mod quiet;
 mod recovery;
 mod refusals;
 mod reports;
+mod retries;
 mod selective;
 mod services;
 mod shared_queues;

@@ -4,7 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use roce_bth::{Class, Psn};
 use roce_qp::{ReorderBudget, WaitReason, WindowConfig};
-use roce_verbs::{Mtu, Payload, QpAttr, QpCaps, QpState, QpType, SendFlags, SendOp, SendWr, Target, wr::PostError};
+use roce_verbs::{
+    Mtu, PathMigState, Payload, QpAttr, QpCaps, QpState, QpType, SendFlags, SendOp, SendWr, Target, wr::PostError,
+};
 
 use crate::harness::*;
 
@@ -78,6 +80,17 @@ fn acknowledged_is_what_a_sender_of_a_reliable_service_knows() {
             p.a.modify(&to(state));
         }
         assert_eq!(p.a.qp.acknowledged().is_some(), known, "{qp_type:?} {state:?}");
+    }
+}
+
+#[test]
+fn a_query_tells_the_state_and_that_no_path_migrates() {
+    let mut p = Pair::new(setup());
+    for state in [QpState::Rts, QpState::Sqd] {
+        p.a.modify(&to(state));
+        let attr = p.a.qp.query();
+        assert_eq!((attr.state, attr.cur_state), (Some(state), Some(state)));
+        assert_eq!(attr.path_mig_state, Some(PathMigState::Migrated));
     }
 }
 

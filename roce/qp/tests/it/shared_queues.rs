@@ -226,3 +226,42 @@ fn many_threads_take_each_receive_once() {
     assert_eq!(all, (0..3 * EACH).collect::<Vec<_>>());
     assert!(queue.is_empty());
 }
+
+#[test]
+fn a_limit_may_be_as_large_as_the_queue_and_no_larger() {
+    let (p, queue) = pair(4, 0);
+    let limit = |limit| SrqModify {
+        limit: Some(limit),
+        ..SrqModify::default()
+    };
+    assert!(queue.is_empty());
+    (0..4).for_each(|id| post(&queue, id).unwrap());
+    assert!(!queue.is_empty());
+    assert_eq!(queue.modify(&limit(4)), Ok(None));
+    assert_eq!(queue.modify(&limit(5)), Err(SrqError::Limit { limit: 5, size: 4 }));
+    drop(p);
+}
+
+#[test]
+fn a_completion_queue_shrinks_to_what_it_holds_and_forgets_a_queue_pair() {
+    let setup = Setup::default();
+    let mut p = Pair::new(setup.clone());
+    let cq = p.a.send_cq.clone();
+    assert!(cq.is_empty());
+    let (src, dst) = (p.a.filled(8, 1), p.b.region(8));
+    for id in 0..3 {
+        p.a.send(id, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 8)]);
+    }
+    p.run();
+    assert!(!cq.is_empty());
+    assert_eq!((cq.peek(2), cq.peek(9)), (2, 3));
+    assert!(cq.resize(2).is_err() && cq.resize(0).is_err());
+    assert_eq!(cq.capacity(), setup.cqe);
+    assert!(cq.resize(3).is_ok());
+    assert_eq!(cq.capacity(), 3);
+    cq.forget(Qpn::new(B));
+    assert_eq!(cq.len(), 3);
+    cq.forget(Qpn::new(A));
+    assert_eq!(cq.len(), 0);
+    assert!(cq.resize(0).is_err());
+}
