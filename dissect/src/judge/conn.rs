@@ -106,6 +106,9 @@ impl Conn {
         if taken.gap {
             protocol.lost(sender, claims);
         }
+        if let (false, Protocol::Rds(rds, _), Some(payload)) = (taken.in_order, &mut *protocol, o.payload) {
+            rds.early(sender, payload);
+        }
         let Some(message) = taken.message else {
             let is_message = matches!(event.opcode.info().class, Class::Send | Class::Write);
             if taken.in_order && !is_message && !claims.is_empty() {

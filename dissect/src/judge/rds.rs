@@ -38,6 +38,8 @@ struct Side {
     last: Option<u64>,
     /// Whether that is certain: none is missing in the capture behind it.
     is_last: bool,
+    /// Highest sequence number of a packet that came before another one that it follows: its peer may have kept it.
+    early: u64,
     /// Its last acknowledgement.
     ack: Option<u64>,
     /// Messages since it asked for an acknowledgement.
@@ -50,6 +52,7 @@ impl Default for Side {
         Self {
             part: Part::Unknown,
             last: None,
+            early: 0,
             is_last: false,
             ack: None,
             unasked: 0,
@@ -92,6 +95,14 @@ impl Rds {
         let side = &mut self.sides[sender];
         (side.part, side.unasked, side.is_last) = (Part::Unknown, 0, false);
         side.maps.lost();
+    }
+
+    /// Notes a packet of a side that comes out of order.
+    pub(super) fn early(&mut self, sender: usize, payload: &[u8]) {
+        if let Ok((header, _)) = Header::parse(payload) {
+            let early = &mut self.sides[sender].early;
+            *early = header.sequence.get().max(*early);
+        }
     }
 
     /// Notes that everything up to this PSN of a side was acknowledged.
@@ -262,7 +273,8 @@ impl Rds {
         let node = self.node(cx.receiver());
         let peer = &self.sides[cx.receiver()];
         let sent = peer.last.filter(|_| peer.is_last);
-        let sent = sent.map(|last| last.max(pair.and_then(|pair| pair.highest(node)).unwrap_or(0)));
+        let before = pair.and_then(|pair| pair.highest(node)).unwrap_or(0);
+        let sent = sent.map(|last| last.max(before).max(peer.early));
         let before = self.sides[cx.sender].ack.replace(ack);
         if let Some(sent) = sent
             && ack > sent

@@ -267,6 +267,26 @@ fn what_a_capture_lacks_is_held_against_nobody() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Of messages 7 to 10 a packet of the first is lost, and the peer keeps the others: it acknowledges all when that packet has come again,
+/// and before the others do.
+#[test]
+fn messages_that_a_peer_has_kept_may_be_acknowledged() {
+    let whole = load("rds/loss");
+    let kept = [49, 51, 52, 59, 60, 62, 63];
+    let behind = [53, 54, 57, 65, 66, 55, 56, 58];
+    let mut packets = whole[..48].to_vec();
+    for (step, frame) in (1..).zip(kept.into_iter().chain(behind)) {
+        let mut packet = whole[frame - 1].clone();
+        packet.time_ns = whole[47].time_ns + step * 50_000;
+        packets.push(packet);
+    }
+    let findings = judge(&packets);
+    assert!(findings.is_empty(), "{findings:?}");
+    header(&mut packets, 48 + kept.len() + 4, |h| h[15] = 11);
+    let findings = judge(&packets);
+    assert!(findings.iter().any(|f| f.rule == Rule::RdsAckFuture), "{findings:?}");
+}
+
 #[test]
 fn severities_are_those_of_the_specification() {
     let notes: Vec<_> = Rule::ALL
