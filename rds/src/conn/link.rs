@@ -1,12 +1,10 @@
 //! Queue pair of a connection, with its memory and what is posted.
 
 use core::ops::Range;
-use std::sync::Arc;
 
-use roce_verbs::mem::Pages;
 use roce_verbs::{
-    AccessFlags, Completion, Payload, QpCaps, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus,
-    provider::{CmRef, CqId, DeviceIx, MrInfo, PdId, Provider, QpId, QpSpec, Registration, VerbsError},
+    Completion, Payload, SendFlags, SendOp, SendWr, Sge, WcStatus,
+    provider::{CmRef, DeviceIx, MessageQp, MessageSpec, PdId, Provider, QpId, VerbsError},
 };
 
 use super::{
@@ -24,10 +22,6 @@ use crate::{
 /// Number of a link.
 pub(crate) type LinkId = usize;
 
-/// Bytes between the starts of two buffers.
-const STRIDE: usize = MAX_SEND.next_multiple_of(64);
-/// Marks the work requests that are receives; the other bits are the buffer's number.
-const RECV: u64 = 1 << 63;
 /// Work requests after which one is signaled.
 const SIGNAL_EACH: u64 = 16;
 /// Bytes of operations whose local memory is copied, at a time.
@@ -35,25 +29,13 @@ const MAX_STAGED: usize = 4 << 20;
 /// Local elements of a work request, unless the device has fewer. The kernel has as many.
 const MAX_SGES: u32 = 8;
 
-/// Verbs objects of a link.
-#[derive(Debug)]
-struct Objects {
-    qp: QpId,
-    cq: CqId,
-    pd: PdId,
-    mr: MrInfo,
-    memory: Arc<Pages>,
-    /// Local elements of a work request.
-    sges: u32,
-}
-
 /// Connection of the connection manager, with its queue pair once the device is known.
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) key: PairKey,
     pub(crate) cm: CmRef,
     rings: Rings,
-    objects: Option<Objects>,
+    messages: Option<MessageQp>,
     /// Work requests of fragments and operations that were posted, and of these completed, since the beginning.
     posted: u64,
     completed: u64,
@@ -61,8 +43,6 @@ pub(crate) struct Link {
     pub(crate) operations: Operations,
     /// Work request that has failed, and how.
     failed: Option<(u64, WcStatus)>,
-    /// Receive buffers to post again.
-    used: Vec<u32>,
     /// Nothing of it counts any more; it goes once it is drained.
     pub(crate) is_closing: bool,
 }
@@ -88,12 +68,11 @@ impl Link {
             key,
             cm,
             rings,
-            objects: None,
+            messages: None,
             posted: 0,
             completed: 0,
             operations: Operations::default(),
             failed: None,
-            used: Vec::new(),
             is_closing: false,
         }
     }
@@ -113,57 +92,24 @@ impl Link {
             MAX_SGES.min(limits.max_sge).min(limits.max_sge_rd).max(1),
         );
         (self.rings.send, self.rings.recv) = (self.rings.send.min(most), self.rings.recv.min(most));
-        let Rings { send, recv } = self.rings;
-        let memory =
-            Pages::allocate((send + recv) as usize * STRIDE).map_err(|e| VerbsError::Invalid(e.to_string()))?;
-        let what = Registration {
-            memory: memory.clone(),
-            offset: 0,
-            len: memory.len(),
-            iova: None,
-            access: AccessFlags::LOCAL_WRITE,
-        };
-        let mr = provider.register(pd, &what)?;
-        let cq = match provider.create_cq(device, send + recv) {
-            Ok(cq) => cq,
-            Err(e) => {
-                provider.deregister(mr.id);
-                return Err(e);
-            }
-        };
-        let spec = QpSpec {
+        let spec = MessageSpec {
             pd,
-            cq,
-            caps: caps(self.rings, sges),
-            signal_all: false,
+            device,
+            len: MAX_SEND,
+            sends: self.rings.send,
+            recvs: self.rings.recv,
+            max_send_wr: self.rings.send,
+            max_send_sge: sges,
         };
-        let qp = match provider.create_qp(&spec) {
-            Ok(qp) => qp,
-            Err(e) => {
-                provider.destroy_cq(cq);
-                provider.deregister(mr.id);
-                return Err(e);
-            }
-        };
-        self.objects = Some(Objects {
-            qp,
-            cq,
-            pd,
-            mr,
-            memory,
-            sges,
-        });
-        self.used = (0..recv).collect();
-        self.post_receives(provider)?;
-        Ok(qp)
+        let messages = self.messages.insert(MessageQp::create(provider, &spec)?);
+        messages.post_receives(provider)?;
+        Ok(messages.qp())
     }
 
     /// Destroys all that it has.
     pub(crate) fn destroy(self, provider: &mut dyn Provider) {
-        if let Some(Objects { qp, cq, mr, .. }) = self.objects {
-            provider.destroy_qp(qp);
-            provider.destroy_cq(cq);
-            provider.deregister(mr.id);
+        if let Some(messages) = self.messages {
+            messages.destroy(provider);
         }
         self.operations.free(provider);
         provider.cm_destroy(self.cm);
@@ -171,7 +117,7 @@ impl Link {
 
     /// Queue pair, once there is one.
     pub(crate) fn qp(&self) -> Option<QpId> {
-        self.objects.as_ref().map(|objects| objects.qp)
+        self.messages.as_ref().map(MessageQp::qp)
     }
 
     /// Work requests that may be posted now.
@@ -188,11 +134,9 @@ impl Link {
             self.failed = Some((wc.wr_id, wc.status));
             return Err(Broken::Completion(wc.status));
         }
-        if wc.wr_id & RECV != 0 {
-            return Ok(Done::Received {
-                buffer: wc.wr_id as u32,
-                len: wc.byte_len as usize,
-            });
+        if let Some(buffer) = MessageQp::buffer_of(wc.wr_id) {
+            let len = wc.byte_len as usize;
+            return Ok(Done::Received { buffer, len });
         }
         self.completed = wc.wr_id;
         Ok(Done::Sent)
@@ -210,21 +154,22 @@ impl Link {
 
     /// Copies what has come out of its buffer.
     pub(crate) fn read(&self, buffer: u32, out: &mut [u8]) -> bool {
-        let at = (self.rings.send + buffer) as usize * STRIDE;
-        self.objects
-            .as_ref()
-            .is_some_and(|objects| objects.memory.read(at, out).is_ok())
+        let messages = self.messages.as_ref();
+        messages.is_some_and(|messages| messages.read(buffer, out))
     }
 
     /// A receive buffer is free again.
     pub(crate) fn give_back(&mut self, buffer: u32) {
-        self.used.push(buffer);
+        if let Some(messages) = &mut self.messages {
+            messages.give_back(buffer);
+        }
     }
 
     /// Counts what is to be posted for the peer's messages.
     pub(crate) fn count_receives(&self, counters: &mut Counters) {
-        counters.ib_rx_refill_from_cq += u64::from(!self.used.is_empty());
-        counters.ib_rx_ring_empty += u64::from(self.used.len() == self.rings.recv as usize);
+        let free = self.messages.as_ref().map_or(0, MessageQp::unposted);
+        counters.ib_rx_refill_from_cq += u64::from(free > 0);
+        counters.ib_rx_ring_empty += u64::from(free == self.rings.recv as usize);
     }
 
     /// Posts the receive buffers that are free.
@@ -232,23 +177,10 @@ impl Link {
     /// # Errors
     /// The device's.
     pub(crate) fn post_receives(&mut self, provider: &mut dyn Provider) -> Result<(), VerbsError> {
-        let Some(objects) = self.objects.as_ref().filter(|_| !self.used.is_empty()) else {
-            return Ok(());
-        };
-        let sge = |buffer: &u32| Sge {
-            addr: objects.mr.addr + u64::from(self.rings.send + buffer) * STRIDE as u64,
-            length: MAX_SEND as u32,
-            lkey: objects.mr.lkey,
-        };
-        let sges: Vec<Sge> = self.used.iter().map(sge).collect();
-        let wr = |(buffer, sge): (&u32, _)| RecvWr {
-            wr_id: RECV | u64::from(*buffer),
-            sges: core::slice::from_ref(sge),
-        };
-        let wrs: Vec<RecvWr<'_>> = self.used.iter().zip(&sges).map(wr).collect();
-        provider.post_recv(objects.qp, &wrs).map_err(|(_, e)| e)?;
-        self.used.clear();
-        Ok(())
+        match &mut self.messages {
+            Some(messages) => messages.post_receives(provider),
+            None => Ok(()),
+        }
     }
 }
 
@@ -301,21 +233,10 @@ impl<'a> Train<'a> {
     /// Without a buffer, or without memory.
     pub(crate) fn push(&mut self, header: &Header, data: &[u8], is_last: bool) -> Result<(), Broken> {
         use zerocopy::IntoBytes as _;
-        let objects = self
-            .link
-            .objects
-            .as_ref()
-            .filter(|_| self.room() > 0)
-            .ok_or(Broken::Memory)?;
-        let buffer = (self.next_number() % u64::from(self.link.rings.send)) as usize * STRIDE;
-        let written = objects.memory.write(buffer, header.as_bytes());
-        let written = written.and_then(|()| objects.memory.write(buffer + Header::LEN, data));
-        written.map_err(|_| Broken::Memory)?;
-        let sge = Sge {
-            addr: objects.mr.addr + buffer as u64,
-            length: (Header::LEN + data.len()) as u32,
-            lkey: objects.mr.lkey,
-        };
+        let messages = self.link.messages.as_ref().filter(|_| self.room() > 0);
+        let buffer = (self.next_number() % u64::from(self.link.rings.send)) as u32;
+        let written = messages.and_then(|messages| messages.write(buffer, &[header.as_bytes(), data]));
+        let sge = written.ok_or(Broken::Memory)?;
         let mut flags = SendFlags::empty();
         flags.set(SendFlags::SOLICITED, is_last);
         self.add(SendOp::Send, flags, &[sge]);
@@ -358,9 +279,9 @@ impl<'a> Train<'a> {
         let gone = || VerbsError::State("no queue pair".into());
         let (pd, most) = self
             .link
-            .objects
+            .messages
             .as_ref()
-            .map(|o| (o.pd, o.sges as usize))
+            .map(|messages| (messages.pd(), messages.max_send_sge() as usize))
             .ok_or_else(gone)?;
         let number = self.next_number();
         if from == 0 {
@@ -396,7 +317,7 @@ impl<'a> Train<'a> {
     /// The device's.
     pub(crate) fn post(self, provider: &mut dyn Provider) -> Result<(), VerbsError> {
         let Self { link, cars, sges } = self;
-        let Some(objects) = &link.objects else { return Ok(()) };
+        let Some(messages) = &link.messages else { return Ok(()) };
         let (first, last) = (link.posted + 1, link.posted + cars.len() as u64);
         let wr = |(wr_id, car): (u64, &Car)| {
             // Of the last one the completion says that all before it have gone.
@@ -411,17 +332,6 @@ impl<'a> Train<'a> {
         };
         let wrs: Vec<SendWr<'_>> = (first..).zip(&cars).map(wr).collect();
         link.posted = last;
-        provider.post_send(objects.qp, &wrs).map_err(|(_, e)| e.into())
-    }
-}
-
-/// Returns the queue sizes.
-fn caps(rings: Rings, sges: u32) -> QpCaps {
-    QpCaps {
-        max_send_wr: rings.send,
-        max_recv_wr: rings.recv,
-        max_send_sge: sges,
-        max_recv_sge: 1,
-        max_inline_data: 0,
+        provider.post_send(messages.qp(), &wrs).map_err(|(_, e)| e.into())
     }
 }

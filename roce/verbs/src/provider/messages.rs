@@ -124,6 +124,11 @@ impl MessageQp {
         self.used.push(buffer);
     }
 
+    /// Receive buffers that are not posted.
+    pub const fn unposted(&self) -> usize {
+        self.used.len()
+    }
+
     /// The receive buffer of a work request; `None`: it was no receive.
     pub const fn buffer_of(wr_id: u64) -> Option<u32> {
         match wr_id & RECV {
