@@ -102,13 +102,17 @@ impl Built {
 
 /// From now on clippy compiles our crates in all builds (not with `cargo xtask lint`), so that it needs none of its own.
 pub(crate) fn compile_with_clippy() -> Result<()> {
+    let _ = CLIPPY.set(clippy_driver()?);
+    Ok(())
+}
+
+/// Returns the compiler that is clippy.
+pub(crate) fn clippy_driver() -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").map(PathBuf::from);
     let driver = cargo
         .and_then(|c| Some(c.parent()?.join("clippy-driver")))
         .filter(|d| d.is_file());
-    let driver = driver.ok_or("clippy is not installed (rustup component add clippy)")?;
-    let _ = CLIPPY.set(driver);
-    Ok(())
+    driver.ok_or_else(|| "clippy is not installed (rustup component add clippy)".into())
 }
 
 static CLIPPY: OnceLock<PathBuf> = OnceLock::new();
@@ -346,7 +350,7 @@ pub(crate) fn installed(name: &str, version: &str) -> Result<PathBuf> {
     subcommand(name, version).ok_or_else(|| format!("cargo install {name}: version {version} is not there"))
 }
 
-fn subcommand(name: &str, version: &str) -> Option<PathBuf> {
+pub(crate) fn subcommand(name: &str, version: &str) -> Option<PathBuf> {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
     let own = home.map(|home| home.join("bin").join(name)).filter(|p| p.is_file());

@@ -8,7 +8,7 @@ use std::{
 
 use clap::Args;
 
-use crate::{Result, cargo, process};
+use crate::{Result, cargo, files, process};
 
 const DIR: &str = "fuzz/fuzz_targets";
 const MANIFEST: &str = "fuzz/Cargo.toml";
@@ -67,6 +67,32 @@ pub(crate) fn run(args: &FuzzArgs) -> Result<()> {
         fuzzer(&way, name, &[&corpus, &seeds], &[&limit])?;
         if args.keep {
             keep(&way, name, &corpus, &seeds)?;
+        }
+    }
+    Ok(())
+}
+
+/// Checks that each target only hands its input to the function of its name in `tests/fuzz`, which the workspace compiles and replays,
+/// that it is in the manifest, and that the lock file fits.
+pub(crate) fn check() -> Result<()> {
+    let args = [
+        "metadata",
+        "--locked",
+        "--format-version=1",
+        "--manifest-path",
+        MANIFEST,
+    ];
+    process::capture("cargo metadata of fuzz/", cargo::command().args(args))?;
+    let manifest = files::text(MANIFEST.as_ref())?;
+    for name in targets()? {
+        let path = format!("{DIR}/{name}.rs");
+        let body = format!("libfuzzer_sys::fuzz_target!(|data: &[u8]| ferroce_fuzz_targets::{name}::run(data));\n");
+        let whole = format!("//! See `ferroce_fuzz_targets::{name}`.\n#![no_main]\n{body}");
+        if files::text(path.as_ref())? != whole {
+            return Err(format!("{path}: is not\n{whole}"));
+        }
+        if !manifest.contains(&format!("path = \"fuzz_targets/{name}.rs\"")) {
+            return Err(format!("{path}: is not in {MANIFEST}"));
         }
     }
     Ok(())

@@ -133,6 +133,7 @@ fn a_device_over_rdma_at_either_end_or_both() {
 
 /// A session with requests of both kinds, whose path is lost once and comes back; both ends are under valgrind.
 #[test]
+#[ignore = "takes a minute, and the contract's cases run under valgrind too"]
 fn a_session_under_valgrind() {
     let dir = tempfile::tempdir().unwrap();
     let image = disk(dir.path());

@@ -231,7 +231,7 @@ fn epoch() -> Result<u64> {
         .map_err(|e| format!("time of the commit {text:?}: {e}"))
 }
 
-fn sha256(bytes: &[u8]) -> String {
+pub(crate) fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -1,12 +1,9 @@
 //! Formatting, clippy, documentation, dependencies, the rules that engine and state machines are sans-IO and that socket files are created
 //! in one way, imports, lengths, first words of docstrings, links of pages, and names in `specs/`.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
-use crate::{Result, cargo, deny, files, specs, tally::Tally, tools};
+use crate::{Result, cargo, deny, files, fuzz, specs, tally::Tally, tools};
 
 mod docstrings;
 mod imports;
@@ -99,7 +96,7 @@ pub(crate) fn beside_clippy() -> Tally {
     let mut tally = Tally::default();
     for lint in [
         format,
-        fuzz,
+        fuzz::check,
         sans_io,
         socket_files,
         import_cycles,
@@ -124,9 +121,9 @@ fn documentation_and_hardware() -> Tally {
         return tally;
     }
     let with = cargo::HARDWARE;
-    tally.expect(documentation(&with));
     let clippy = [&["clippy", "--workspace"], &with[..], &["--", "-D", "warnings"]].concat();
     tally.expect(cargo::run(&clippy));
+    tally.expect(documentation(&with));
     tally
 }
 
@@ -156,23 +153,18 @@ fn clippy() -> Result<()> {
     cargo::run(&args.concat())
 }
 
+/// Dependencies' declarations come from the clippy run of the same features, if there was one: it is the same compiler with the same
+/// flags.
 fn documentation(features: &[&str]) -> Result<()> {
     let args = [&["doc", "--workspace", "--no-deps"], features].concat();
-    cargo::run_with(&args, &[("RUSTDOCFLAGS", "-D warnings")])
-}
-
-/// Checks that the fuzz targets compile, with the versions of their lock file. libFuzzer is left out: it is C++, and nothing is linked.
-fn fuzz() -> Result<()> {
-    let target = cargo::target_dir()?;
-    let library = target.join("no-libfuzzer.a");
-    fs::write(&library, "!<arch>\n").map_err(|e| format!("{}: {e}", library.display()))?;
-    cargo::run_with(
-        &["check", "--manifest-path", "fuzz/Cargo.toml"],
-        &[
-            ("CUSTOM_LIBFUZZER_PATH", &library.to_string_lossy()),
-            ("CARGO_TARGET_DIR", &target.to_string_lossy()),
-        ],
-    )
+    let clippy = cargo::clippy_driver()?.to_string_lossy().into_owned();
+    let env = [
+        ("RUSTDOCFLAGS", "-D warnings"),
+        ("RUSTC_WORKSPACE_WRAPPER", &clippy),
+        // As `cargo clippy -- -D warnings` hands it to its driver.
+        ("CLIPPY_ARGS", "-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__"),
+    ];
+    cargo::run_with(&args, &env)
 }
 
 /// Checks that sans-IO crates don't use the standard library's I/O.

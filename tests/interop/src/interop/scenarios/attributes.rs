@@ -20,7 +20,7 @@ use crate::{
 };
 
 pub(super) fn list() -> Vec<Scenario> {
-    vec![Scenario::new(3, "attributes", Direction::Both, attributes).nets(2).ci()]
+    vec![Scenario::new(3, "attributes", Direction::Both, attributes).nets(2)]
 }
 
 fn attributes(c: &mut Ctx<'_>) -> Result<String, Error> {

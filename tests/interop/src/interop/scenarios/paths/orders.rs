@@ -16,7 +16,7 @@ pub(super) fn list() -> Vec<Scenario> {
         Scenario::new(10, name, Direction::KernelToOurs, run).nets(2)
     };
     vec![
-        new("paths-orders-kernel-client", orders).ci(),
+        new("paths-orders-kernel-client", orders),
         new("paths-disconnected-kernel-client", disconnected).waits(),
     ]
 }
