@@ -150,8 +150,8 @@ pub(crate) fn with_contract() -> &'static [&'static str] {
     }
 }
 
-/// Features of a build with everything that is over libibverbs and librdmacm.
-pub(crate) const HARDWARE: [&str; 2] = ["--features", "ferroce/hardware,ferroce-contract/hardware"];
+/// Features of a build of the published packages with everything that is over libibverbs and librdmacm.
+pub(crate) const HARDWARE: [&str; 2] = ["--features", "ferroce/hardware"];
 
 fn build_workspace(what: &[&str]) -> Result<Built> {
     let packages = package_names()?;

@@ -120,11 +120,17 @@ fn documentation_and_hardware() -> Tally {
         tally.not_run.push((1, format!("roce-hw: {why}")));
         return tally;
     }
-    let with = cargo::HARDWARE;
-    let clippy = [&["clippy", "--workspace"], &with[..], &["--", "-D", "warnings"]].concat();
-    tally.expect(cargo::run(&clippy));
-    tally.expect(documentation(&with));
+    tally.expect(published("clippy", &cargo::HARDWARE, &["--", "-D", "warnings"], &[]));
+    tally.expect(documentation(&cargo::HARDWARE));
     tally
+}
+
+/// Has cargo do something with all packages that others may use.
+fn published(task: &str, features: &[&str], more: &[&str], env: &[(&str, &str)]) -> Result<()> {
+    let packages = cargo::published()?;
+    let names = packages.iter().flat_map(|name| ["-p", name]);
+    let args: Vec<&str> = [task].into_iter().chain(names).collect();
+    cargo::run_with(&[&args[..], features, more].concat(), env)
 }
 
 /// `cargo xtask lint`.
@@ -156,7 +162,6 @@ fn clippy() -> Result<()> {
 /// Dependencies' declarations come from the clippy run of the same features, if there was one: it is the same compiler with the same
 /// flags.
 fn documentation(features: &[&str]) -> Result<()> {
-    let args = [&["doc", "--workspace", "--no-deps"], features].concat();
     let clippy = cargo::clippy_driver()?.to_string_lossy().into_owned();
     let env = [
         ("RUSTDOCFLAGS", "-D warnings"),
@@ -164,7 +169,7 @@ fn documentation(features: &[&str]) -> Result<()> {
         // As `cargo clippy -- -D warnings` hands it to its driver.
         ("CLIPPY_ARGS", "-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__"),
     ];
-    cargo::run_with(&args, &env)
+    published("doc", features, &["--no-deps"], &env)
 }
 
 /// Checks that sans-IO crates don't use the standard library's I/O.
