@@ -20,7 +20,7 @@ use crate::{
 };
 
 pub(super) fn list() -> Vec<Scenario> {
-    vec![Scenario::new(3, "attributes", Direction::Both, attributes).nets(2)]
+    vec![Scenario::new(3, "attributes", Direction::Both, attributes).nets(2).ci()]
 }
 
 fn attributes(c: &mut Ctx<'_>) -> Result<String, Error> {
