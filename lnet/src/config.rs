@@ -44,7 +44,7 @@ pub struct Config {
     pub keepalive: Option<Duration>,
     /// Type of service of the packets (`tos`).
     pub tos: Option<u8>,
-    /// Who accepts when both connect at once.
+    /// Side that accepts when both connect at once.
     pub tie_break: TieBreak,
     /// Messages for a peer that wait to be sent, at most.
     pub max_queued: usize,
@@ -92,7 +92,7 @@ impl Config {
         }
     }
 
-    /// What connections are offered.
+    /// Parameters that connections are offered.
     pub(crate) const fn offer(&self) -> ConnParams {
         ConnParams {
             queue_depth: self.peer_credits,

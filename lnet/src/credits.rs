@@ -30,7 +30,7 @@ pub enum CreditError {
     Overdrawn,
 }
 
-/// What becomes of the receive buffer of a message that costs its sender a credit.
+/// Fate of the receive buffer of a message that costs its sender a credit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Settled {
     /// The credit goes back with the next message.

@@ -1,4 +1,4 @@
-//! What a node tells its user.
+//! Reports of a node to its user.
 
 use core::net::IpAddr;
 
@@ -37,11 +37,11 @@ pub struct Served {
     pub hdr_data: u64,
     /// First byte of the entry's memory that it is about.
     pub offset: usize,
-    /// Where the peer wants to be told how much has come.
+    /// Handle and process of the acknowledgement that the peer wants.
     pub(crate) ack: Option<(Handle, u32)>,
 }
 
-/// Whose transfer it is.
+/// Owner of a transfer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Of {
     /// Operation of the user.

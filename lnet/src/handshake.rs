@@ -1,4 +1,4 @@
-//! What the private data of requests, answers and rejects say, and what follows. Nothing here has state.
+//! Private data of requests, answers and rejects, and the decisions that follow from it. Nothing here has state.
 
 use core::net::Ipv4Addr;
 
@@ -10,7 +10,7 @@ use crate::{
     proto::{Body, ConnParams, MAX_MSG, Message, MsgType, Nid, ProtoError, Reject, VERSION_1, Why},
 };
 
-/// Who we are: our NID, and our incarnation.
+/// Our NID and incarnation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Identity {
     pub(crate) nid: Nid,
@@ -160,7 +160,7 @@ pub enum BadAnswer {
 /// Judges the answer of a peer that has accepted `offer`.
 ///
 /// # Errors
-/// What is wrong with it: the connection is closed then.
+/// The first thing that is wrong with it: the connection is closed then.
 pub(crate) fn answer(us: &Identity, peer: Nid, offer: (u16, u16), private_data: &[u8]) -> Result<Agreed, BadAnswer> {
     let message = Message::parse(private_data)?;
     let Body::ConnAck(taken) = message.body else {
@@ -182,7 +182,7 @@ pub(crate) fn answer(us: &Identity, peer: Nid, offer: (u16, u16), private_data: 
     })
 }
 
-/// What to do after a peer has refused.
+/// Decision after a peer has refused.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
     /// Ask again, as it is.
@@ -210,7 +210,7 @@ pub enum Rejected {
         why: Why,
         /// Its incarnation; 0: it does not know the NID that was asked for.
         incarnation: u64,
-        /// What it would accept.
+        /// Parameters that it would accept.
         params: ConnParams,
     },
     /// A node of version 1.

@@ -38,7 +38,7 @@ pub struct Get {
     pub match_bits: u64,
     /// First byte of the peer's memory, if it leaves that to us.
     pub offset: u32,
-    /// Where the data goes: at most 1 MiB. **Kernels lose the end of what they send if it is longer than what there is**, and say that all is
+    /// Memory for the data: at most 1 MiB. **Kernels lose the end of what they send if it is longer than what there is**, and say that all is
     /// there; up to 3976 bytes they don't.
     pub sink: Buffer,
 }

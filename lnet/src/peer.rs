@@ -1,4 +1,4 @@
-//! What a node remembers of another one.
+//! State that a node keeps of another one.
 
 use std::collections::VecDeque;
 

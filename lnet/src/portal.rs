@@ -7,7 +7,7 @@ use bitflags::bitflags;
 use crate::{buffer::Buffer, event::EntryId, proto::Nid};
 
 bitflags! {
-    /// What peers may do with an entry, and how.
+    /// Rights of peers to an entry, and their manner.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct EntryOptions: u8 {
         /// PUTs find it.
@@ -63,7 +63,7 @@ pub(crate) struct Matched {
 #[derive(Debug)]
 struct Linked {
     entry: Entry,
-    /// Where the next operation begins.
+    /// First byte of the next operation.
     next: usize,
     /// Operations that have not ended.
     in_use: u32,

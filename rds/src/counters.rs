@@ -15,12 +15,12 @@ macro_rules! counters {
         }
 
         impl Counters {
-            /// Those of the kernel, in its order (`RDS_INFO_COUNTERS`).
+            /// Counters of the kernel, in its order (`RDS_INFO_COUNTERS`).
             pub fn of_kernel(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }
 
-            /// Those that the kernel does not have.
+            /// Counters that the kernel does not have.
             pub fn own(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
                 [$((stringify!($own), self.$own),)*].into_iter()
             }

@@ -73,7 +73,7 @@ pub(crate) struct Tx {
 }
 
 impl Tx {
-    /// Whose transfer ends if it can't be sent.
+    /// Owner of the transfer that ends if it can't be sent.
     pub(crate) fn of(self) -> Of {
         match self.content {
             Content::Immediate { of, .. }
@@ -123,7 +123,7 @@ pub(crate) struct Waiting {
     pub(crate) deadline: Instant,
 }
 
-/// What a transfer waits for.
+/// Message of the peer that a transfer waits for.
 #[derive(Debug)]
 pub(crate) enum Awaited {
     /// PUT_ACK or PUT_NAK.

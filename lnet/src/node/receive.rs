@@ -266,7 +266,7 @@ impl Node {
         Some((memory, Of::Served(Box::new(served))))
     }
 
-    /// What a node says of itself. The status of the first interface, the loopback, is the number of the answer.
+    /// Ping information of this node. The status of the first interface, the loopback, is the number of the answer.
     fn ping_info(&mut self) -> Vec<u8> {
         self.pings = self.pings.wrapping_add(1);
         let interface = |nid, status| NiStatus {

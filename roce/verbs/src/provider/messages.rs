@@ -159,7 +159,7 @@ impl MessageQp {
         Ok(())
     }
 
-    /// Where a receive buffer begins.
+    /// First byte of a receive buffer.
     fn place(&self, buffer: u32) -> usize {
         (self.spec.sends + buffer) as usize * stride(self.spec.len)
     }
