@@ -2,7 +2,10 @@
 
 use roce_verbs::{
     AccessFlags, Completion, Payload, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
-    provider::{CmRef, DeviceIx, MessageQp, MessageSpec, MrId, MrInfo, PdId, Provider, QpId, Registration, VerbsError},
+    provider::{
+        CmRef, DeviceIx, MessageDone, MessageQp, MessageSpec, MrId, MrInfo, PdId, Provider, QpId, Registration,
+        VerbsError,
+    },
 };
 
 use crate::{
@@ -10,20 +13,6 @@ use crate::{
     credits::{OUT_OF_BAND, receives},
     proto::{MAX_FRAGS, MAX_MSG},
 };
-
-/// Work request that has completed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Done {
-    /// A message, and the WRITEs before it.
-    Sent,
-    /// A message of so many bytes is in a buffer.
-    Received {
-        /// The buffer, for [`Link::take`].
-        buffer: u32,
-        /// Bytes.
-        len: usize,
-    },
-}
 
 /// WRITE of a part of a local buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -190,16 +179,15 @@ impl Link {
     ///
     /// # Errors
     /// The work request failed, and with it the link.
-    pub(crate) fn completed(&mut self, wc: &Completion) -> Result<Done, WcStatus> {
+    pub(crate) fn completed(&mut self, wc: &Completion) -> Result<MessageDone, WcStatus> {
         if !wc.is_ok() {
             return Err(wc.status);
         }
-        let Some(buffer) = MessageQp::buffer_of(wc.wr_id) else {
-            self.completed = wc.wr_id;
-            return Ok(Done::Sent);
-        };
-        let len = wc.byte_len as usize;
-        Ok(Done::Received { buffer, len })
+        let done = MessageQp::done(wc);
+        if let MessageDone::Sent(number) = done {
+            self.completed = number;
+        }
+        Ok(done)
     }
 
     /// Takes a message out of its buffer, which is to be posted again.

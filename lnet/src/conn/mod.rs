@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, VecDeque};
 
 use roce_verbs::{
     Instant, WcStatus,
-    provider::{MrId, MrInfo, Provider},
+    provider::{MessageDone, MrId, MrInfo, Provider},
 };
 
-pub(crate) use link::{Done, Link};
+pub(crate) use link::Link;
 pub(crate) use tx::{Awaited, Content, Cookie, Target, Tx, Waiting};
 
 use crate::{
@@ -450,7 +450,7 @@ impl Connection {
     ///
     /// # Errors
     /// The connection has failed.
-    pub(crate) fn completed(&mut self, wc: &roce_verbs::Completion) -> Result<Done, Failure> {
+    pub(crate) fn completed(&mut self, wc: &roce_verbs::Completion) -> Result<MessageDone, Failure> {
         self.link
             .completed(wc)
             .map_err(|status: WcStatus| Failure::Completion(status))

@@ -2,14 +2,11 @@
 
 use roce_verbs::{
     Completion, Instant,
-    provider::{CmKind, CmRef, Cx, Event, QpId},
+    provider::{CmKind, CmRef, Cx, Event, MessageDone, QpId},
 };
 
 use super::{Node, connect::Request};
-use crate::{
-    conn::{Done, Phase},
-    peer::Peer,
-};
+use crate::{conn::Phase, peer::Peer};
 
 impl Node {
     /// A work request has completed. Returns whether the queue pair is one of this node's.
@@ -20,14 +17,14 @@ impl Node {
             return true;
         }
         let done = match conn.completed(wc) {
-            Ok(Done::Sent) => {
+            Ok(MessageDone::Sent(_)) => {
                 if let Some((of, result)) = conn.sent(cx.provider) {
                     self.ended(of, result);
                 }
                 self.dirty.insert(id);
                 Ok(())
             }
-            Ok(Done::Received { buffer, len }) => self.received(cx, id, buffer, len),
+            Ok(MessageDone::Received { buffer, len }) => self.received(cx, id, buffer, len),
             Err(why) => Err(why),
         };
         if let Err(why) = done {

@@ -4,7 +4,7 @@ use core::ops::Range;
 
 use roce_verbs::{
     Completion, Payload, SendFlags, SendOp, SendWr, Sge, WcStatus,
-    provider::{CmRef, DeviceIx, MessageQp, MessageSpec, PdId, Provider, QpId, VerbsError},
+    provider::{CmRef, DeviceIx, MessageDone, MessageQp, MessageSpec, PdId, Provider, QpId, VerbsError},
 };
 
 use super::{
@@ -45,20 +45,6 @@ pub(crate) struct Link {
     failed: Option<(u64, WcStatus)>,
     /// Nothing of it counts any more; it goes once it is drained.
     pub(crate) is_closing: bool,
-}
-
-/// Work request that has completed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Done {
-    /// Sends.
-    Sent,
-    /// SEND of so many bytes in a buffer.
-    Received {
-        /// The buffer, for [`Link::read`] and [`Link::give_back`].
-        buffer: u32,
-        /// Bytes.
-        len: usize,
-    },
 }
 
 impl Link {
@@ -129,17 +115,16 @@ impl Link {
     ///
     /// # Errors
     /// The work request failed, and with it the link.
-    pub(crate) fn completed(&mut self, wc: &Completion) -> Result<Done, Broken> {
+    pub(crate) fn completed(&mut self, wc: &Completion) -> Result<MessageDone, Broken> {
         if !wc.is_ok() {
             self.failed = Some((wc.wr_id, wc.status));
             return Err(Broken::Completion(wc.status));
         }
-        if let Some(buffer) = MessageQp::buffer_of(wc.wr_id) {
-            let len = wc.byte_len as usize;
-            return Ok(Done::Received { buffer, len });
+        let done = MessageQp::done(wc);
+        if let MessageDone::Sent(number) = done {
+            self.completed = number;
         }
-        self.completed = wc.wr_id;
-        Ok(Done::Sent)
+        Ok(done)
     }
 
     /// Returns the operations that have ended well since it was asked last.

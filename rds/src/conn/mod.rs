@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use roce_verbs::{Instant, provider::Provider};
 
 pub use broken::{Broken, Refused};
-pub(crate) use link::{Done, Link, LinkId};
+pub(crate) use link::{Link, LinkId};
 pub(crate) use operation::{Ended, Prepared, Ticket};
 pub(crate) use outgoing::Outgoing;
 pub(crate) use phase::{Answer, Phase};

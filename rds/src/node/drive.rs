@@ -2,12 +2,12 @@
 
 use roce_verbs::{
     Completion, Instant,
-    provider::{CmKind, CmRef, Cx, Event, QpId},
+    provider::{CmKind, CmRef, Cx, Event, MessageDone, QpId},
 };
 
 use super::{Node, Output, connect::Request};
 use crate::{
-    conn::{Broken, Done, LinkId, Phase},
+    conn::{Broken, LinkId, Phase},
     key::PairKey,
     proto::ProtoError,
 };
@@ -24,13 +24,13 @@ impl Node {
         let key = link.key;
         let done = link.completed(wc);
         let result = match done {
-            Ok(Done::Sent) => {
+            Ok(MessageDone::Sent(_)) => {
                 self.counters.ib_tx_cq_event += 1;
                 let ended = link.ended(cx.provider);
                 self.operations_ended(ended);
                 Ok(())
             }
-            Ok(Done::Received { buffer, len }) => {
+            Ok(MessageDone::Received { buffer, len }) => {
                 self.counters.ib_rx_cq_event += 1;
                 self.received(cx, id, buffer, len)
             }

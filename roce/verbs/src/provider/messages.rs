@@ -10,6 +10,7 @@ use super::{
 use crate::{
     attr::{AccessFlags, QpCaps},
     mem::Pages,
+    wc::Completion,
     wr::{RecvWr, Sge},
 };
 
@@ -33,6 +34,20 @@ pub struct MessageSpec {
     pub max_send_wr: u32,
     /// Local elements of a send work request.
     pub max_send_sge: u32,
+}
+
+/// Work request of a [`MessageQp`] that has completed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MessageDone {
+    /// Sends, up to that of this number.
+    Sent(u64),
+    /// Message of so many bytes in a receive buffer.
+    Received {
+        /// The buffer, for [`MessageQp::read`] and [`MessageQp::give_back`].
+        buffer: u32,
+        /// Bytes.
+        len: usize,
+    },
 }
 
 /// Queue pair, its completion queue, and registered memory of buffers for messages.
@@ -129,11 +144,14 @@ impl MessageQp {
         self.used.len()
     }
 
-    /// The receive buffer of a work request; `None`: it was no receive.
-    pub const fn buffer_of(wr_id: u64) -> Option<u32> {
-        match wr_id & RECV {
-            0 => None,
-            _ => Some(wr_id as u32),
+    /// Understands a completion that is no error.
+    pub const fn done(wc: &Completion) -> MessageDone {
+        match wc.wr_id & RECV {
+            0 => MessageDone::Sent(wc.wr_id),
+            _ => MessageDone::Received {
+                buffer: wc.wr_id as u32,
+                len: wc.byte_len as usize,
+            },
         }
     }
 

@@ -23,4 +23,4 @@ pub use event::{CmKind, Event};
 pub use ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId};
 pub use keys::{GrantOf, Granted, KeyKind, Revoked};
 pub use memory::{Foreign, ForeignMemory, Memory};
-pub use messages::{MessageQp, MessageSpec};
+pub use messages::{MessageDone, MessageQp, MessageSpec};
