@@ -43,7 +43,7 @@ pub enum Refusal {
         /// Receiver that it names.
         to: Nid,
     },
-    /// It is for an earlier node at this address, or from one that has started again.
+    /// It is for an earlier node at this address.
     #[error("for another incarnation")]
     Stale,
     /// Not a connect request.

@@ -20,12 +20,16 @@ const MAX_RACES: u32 = 20;
 /// Another node.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    /// Connections that it has begun, or that are established.
+    /// Connections that are established.
     pub(crate) conns: Vec<ConnId>,
+    /// Connections that it has begun, as it seems: anybody can send a request in its name.
+    accepting: Vec<ConnId>,
     /// Connection that we begin.
     pub(crate) attempt: Option<ConnId>,
     /// When to begin another one.
-    pub(crate) retry_at: Option<Instant>,
+    retry_at: Option<Instant>,
+    /// Earliest entry of that among the node's timers.
+    pub(crate) armed: Option<Instant>,
     /// Messages that wait for a connection.
     pub(crate) queue: VecDeque<Tx>,
     /// Incarnation to ask for; 0: any.
@@ -41,8 +45,10 @@ impl Peer {
     pub(crate) const fn new(config: &Config) -> Self {
         Self {
             conns: Vec::new(),
+            accepting: Vec::new(),
             attempt: None,
             retry_at: None,
+            armed: None,
             queue: VecDeque::new(),
             stamp: 0,
             depth: config.peer_credits,
@@ -64,7 +70,52 @@ impl Peer {
 
     /// Returns whether nothing would be lost with it.
     pub(crate) fn is_idle(&self) -> bool {
-        self.conns.is_empty() && self.attempt.is_none() && self.queue.is_empty()
+        let has_none = self.conns.is_empty() && self.accepting.is_empty() && self.attempt.is_none();
+        has_none && self.queue.is_empty()
+    }
+
+    /// Connections that it has.
+    pub(crate) fn connections(&self) -> usize {
+        self.conns.len() + self.accepting.len()
+    }
+
+    /// Oldest connection that it seems to have begun, and that is not established.
+    pub(crate) fn oldest_half_open(&self) -> Option<ConnId> {
+        self.accepting.first().copied()
+    }
+
+    /// When to begin another connection, if that waits.
+    pub(crate) const fn retry_at(&self) -> Option<Instant> {
+        self.retry_at
+    }
+
+    /// We begin a connection.
+    pub(crate) fn begun(&mut self, attempt: ConnId) {
+        (self.attempt, self.retry_at) = (Some(attempt), None);
+    }
+
+    /// We have accepted a connection. Ours begins a while later, if this one has come to nothing by then.
+    pub(crate) fn accepted(&mut self, conn: ConnId, now: Instant) {
+        self.accepting.push(conn);
+        self.retry_at.get_or_insert(now + PAUSE);
+    }
+
+    /// A connection stands.
+    pub(crate) fn established(&mut self, conn: ConnId) {
+        self.forget_connection(conn);
+        self.conns.push(conn);
+        self.connected();
+    }
+
+    /// A connection is gone. Returns whether we had begun it, and it did not stand.
+    pub(crate) fn forget_connection(&mut self, conn: ConnId) -> bool {
+        self.conns.retain(|of| *of != conn);
+        self.accepting.retain(|of| *of != conn);
+        let was_attempt = self.attempt == Some(conn);
+        if was_attempt {
+            self.attempt = None;
+        }
+        was_attempt
     }
 
     /// Returns whether a connection is to be begun now.
@@ -73,8 +124,7 @@ impl Peer {
         may && !self.queue.is_empty() && self.retry_at.is_none_or(|at| at <= now)
     }
 
-    /// A connection stands.
-    pub(crate) fn connected(&mut self) {
+    fn connected(&mut self) {
         (self.attempts, self.races, self.retry_at) = (0, 0, None);
     }
 
@@ -94,7 +144,7 @@ impl Peer {
             Next::Again | Next::GiveUp(_) => {}
         }
         self.attempts += 1;
-        let pause = (self.attempts > QUICK).then_some(PAUSE);
+        let pause = (self.attempts > QUICK || !self.accepting.is_empty()).then_some(PAUSE);
         self.retry_at = Some(now + pause.unwrap_or_default());
     }
 
@@ -123,8 +173,28 @@ mod tests {
             };
             assert_eq!(peer.retry_at, Some(now + pause), "{attempt}");
         }
-        peer.connected();
+        peer.established(1);
         assert_eq!(peer.retry_at, None);
+    }
+
+    #[test]
+    fn a_connection_that_is_not_established_holds_ours_up_for_a_second_at_most() {
+        let mut peer = Peer::new(&Config::default());
+        let now = Instant::ZERO + PAUSE;
+        for (conn, later) in [(1, 0), (2, 500)] {
+            peer.accepted(conn, now + core::time::Duration::from_millis(later));
+            assert_eq!(peer.retry_at, Some(now + PAUSE), "whoever asks again");
+        }
+        assert_eq!((peer.connections(), peer.oldest_half_open()), (2, Some(1)));
+        peer.begun(3);
+        peer.refused(&Next::Again, now);
+        assert_eq!(peer.retry_at, Some(now + PAUSE));
+        assert!(peer.forget_connection(3) && !peer.forget_connection(1) && !peer.is_idle());
+        peer.established(2);
+        assert_eq!(
+            (peer.connections(), peer.oldest_half_open(), peer.retry_at),
+            (1, None, None)
+        );
     }
 
     #[test]

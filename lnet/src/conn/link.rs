@@ -1,11 +1,9 @@
 //! Queue pair of a connection, and what is posted.
 
 use roce_verbs::{
-    AccessFlags, Completion, Payload, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
-    provider::{
-        CmRef, DeviceIx, MessageDone, MessageQp, MessageSpec, MrId, MrInfo, PdId, Provider, QpId, Registration,
-        VerbsError,
-    },
+    AccessFlags, Completion, MessageDone, MessageQp, MessageSpec, Payload, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
+    WcStatus,
+    provider::{CmRef, DeviceIx, MrId, MrInfo, PdId, Provider, QpId, Registration, VerbsError},
 };
 
 use crate::{

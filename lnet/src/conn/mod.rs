@@ -6,8 +6,8 @@ mod tx;
 use std::collections::{BTreeMap, VecDeque};
 
 use roce_verbs::{
-    Instant, WcStatus,
-    provider::{MessageDone, MrId, MrInfo, Provider},
+    Instant, MessageDone, WcStatus,
+    provider::{MrId, MrInfo, Provider},
 };
 
 pub(crate) use link::Link;
@@ -17,7 +17,7 @@ use crate::{
     buffer::Buffer,
     config::Config,
     credits::{Credits, OUT_OF_BAND, Settled},
-    event::{Failure, Of},
+    event::{Failure, Negotiated, Of},
     handshake::{Agreed, Identity},
     info::ConnectionInfo,
     proto::{Body, Completion, Fragment, Fragments, Message, MsgType, Nid, RdmaDesc},
@@ -59,6 +59,8 @@ pub(crate) struct Connection {
     pub(crate) link: Link,
     /// The peer's incarnation; 0: not known yet.
     pub(crate) stamp: u64,
+    /// Fragments of a descriptor.
+    frags: u16,
     /// Why it is over.
     pub(crate) why: Failure,
     credits: Credits,
@@ -82,6 +84,7 @@ impl Connection {
             phase,
             link,
             stamp: 0,
+            frags: 0,
             why: Failure::Disconnected,
             credits: Credits::new(1, 1),
             asking: VecDeque::new(),
@@ -95,8 +98,17 @@ impl Connection {
 
     /// Takes what was agreed on. No message has left or come before.
     pub(crate) fn agree(&mut self, agreed: &Agreed, config: &Config) {
-        self.stamp = agreed.stamp;
+        (self.stamp, self.frags) = (agreed.stamp, agreed.frags);
         self.credits = Credits::new(agreed.depth, config.high_water(agreed.depth));
+    }
+
+    /// Its parameters.
+    pub(crate) const fn negotiated(&self) -> Negotiated {
+        Negotiated {
+            depth: self.credits.info().depth,
+            frags: self.frags,
+            incarnation: self.stamp,
+        }
     }
 
     /// Its state, to be shown.

@@ -10,7 +10,7 @@ use roce_verbs::{
 use super::Node;
 use crate::{
     conn::{ConnId, Connection, Link, Phase},
-    event::{Failure, Negotiated, Output},
+    event::{Failure, Output},
     handshake::{self, Agreed, Next, Refusal},
     peer::Peer,
     proto::{Body, ConnParams as Params, MAX_MSG, Message, Nid, PORT},
@@ -29,12 +29,14 @@ pub(super) struct Request<'a> {
 }
 
 impl Node {
-    /// Begins to connect to a peer, if messages wait for that.
+    /// Begins to connect to a peer, if messages wait for that, or later.
     pub(super) fn wake(&mut self, cx: &mut Cx<'_>, nid: Nid) {
-        let Some(peer) = self.peers.get_mut(&nid).filter(|peer| peer.wants_connection(cx.now)) else {
+        let Some(peer) = self.peers.get_mut(&nid) else { return };
+        if !peer.wants_connection(cx.now) {
+            let later = peer.retry_at().filter(|at| *at > cx.now);
+            self.retries.update(nid, &mut peer.armed, later);
             return;
-        };
-        peer.retry_at = None;
+        }
         let depth = peer.offer().0;
         let (own, there) = (self.us.nid.address(), nid.address());
         match cx.provider.cm_resolve(Some(own.into()), (there, PORT).into()) {
@@ -42,7 +44,7 @@ impl Node {
                 let conn = Connection::new(nid, Phase::Resolving, Link::new(cm, depth), cx.now);
                 let id = self.conns.insert(conn);
                 self.by_cm.insert(cm, id);
-                peer.attempt = Some(id);
+                peer.begun(id);
             }
             Err(e) => self.unreachable(nid, &e.into()),
         }
@@ -72,9 +74,9 @@ impl Node {
         }
         let done = match kind {
             CmKind::Resolved { device } => self.resolved(cx, id, *device),
-            CmKind::Established { private_data } if phase == Phase::Connecting => self.accepted(id, private_data),
+            CmKind::Established { private_data } if phase == Phase::Connecting => self.accepted(cx, id, private_data),
             CmKind::Established { .. } => {
-                self.established(id);
+                self.established(cx.provider, id);
                 Ok(())
             }
             CmKind::Rejected { reason, private_data } => return self.rejected(cx, id, *reason, private_data),
@@ -139,40 +141,36 @@ impl Node {
     }
 
     /// The peer has accepted.
-    fn accepted(&mut self, id: ConnId, private_data: &[u8]) -> Result<(), Failure> {
+    fn accepted(&mut self, cx: &mut Cx<'_>, id: ConnId, private_data: &[u8]) -> Result<(), Failure> {
         let nid = self.conns[id].peer;
-        let Some(peer) = self.peers.get_mut(&nid) else {
+        let Some(peer) = self.peers.get(&nid) else {
             return Err(Failure::Disconnected);
         };
         let agreed = handshake::answer(&self.us, nid, peer.offer(), private_data)?;
-        peer.attempt = None;
-        peer.conns.push(id);
-        self.agree(id, &agreed);
-        self.established(id);
+        self.conns[id].agree(&agreed, &self.config);
+        self.established(cx.provider, id);
         Ok(())
     }
 
-    fn agree(&mut self, id: ConnId, agreed: &Agreed) {
-        self.conns[id].agree(agreed, &self.config);
-        let negotiated = Negotiated {
-            depth: agreed.depth,
-            frags: agreed.frags,
-            incarnation: agreed.stamp,
-        };
-        self.out.push_back(Output::Up(agreed.peer, negotiated));
-    }
-
-    /// A connection stands: what has waited for one goes by it.
-    pub(super) fn established(&mut self, id: ConnId) {
+    /// A connection stands: what has waited for one goes by it. Only now it is proven that the peer has asked, so only now connections of
+    /// its earlier incarnations end. The kernel ends them when a request comes, which anybody can forge.
+    pub(super) fn established(&mut self, provider: &mut dyn Provider, id: ConnId) {
         let conn = &mut self.conns[id];
         if !matches!(conn.phase, Phase::Connecting | Phase::Accepting) {
             return;
         }
         conn.phase = Phase::Established;
         self.dirty.insert(id);
-        if let Some(peer) = self.peers.get_mut(&conn.peer) {
-            peer.connected();
-            peer.queue.drain(..).for_each(|tx| conn.push(tx));
+        let (nid, negotiated) = (conn.peer, conn.negotiated());
+        self.out.push_back(Output::Up(nid, negotiated));
+        let Some(peer) = self.peers.get_mut(&nid) else { return };
+        peer.established(id);
+        peer.queue.drain(..).for_each(|tx| conn.push(tx));
+        let standing = peer.conns.clone();
+        for former in standing {
+            if self.conns[former].stamp != negotiated.incarnation {
+                self.lose(provider, former, Failure::Restarted);
+            }
         }
     }
 
@@ -184,8 +182,8 @@ impl Node {
         if let Next::GiveUp(why) = next {
             return self.lose(cx.provider, id, why.into());
         }
+        peer.forget_connection(id);
         peer.refused(&next, cx.now);
-        peer.attempt = None;
         self.close(cx.provider, id, Failure::Disconnected);
         self.waking.insert(nid);
     }
@@ -221,9 +219,9 @@ impl Node {
         let id = self.conns.insert(conn);
         self.by_cm.insert(request.cm, id);
         if let Some(peer) = self.peers.get_mut(&agreed.peer) {
-            peer.conns.push(id);
+            peer.accepted(id, cx.now);
         }
-        self.agree(id, &agreed);
+        self.conns[id].agree(&agreed, &self.config);
         if let Err(e) = self.accept(cx, id, request.device, &agreed) {
             self.lose(cx.provider, id, e.into());
         }
@@ -236,19 +234,14 @@ impl Node {
         if self.stopping || (!self.peers.contains_key(&nid) && self.peers.len() >= self.config.max_peers) {
             return Err(Refusal::Resources);
         }
+        // A request that was forged must not take the place of the peer's own.
+        let most = self.config.max_connections;
+        if let Some(peer) = self.peers.get(&nid).filter(|peer| peer.connections() >= most) {
+            let oldest = peer.oldest_half_open().ok_or(Refusal::Resources)?;
+            self.lose(cx.provider, oldest, Failure::Disconnected);
+        }
         let (us, config) = (self.us.nid, &self.config);
         let peer = self.peers.entry(nid).or_insert_with(|| Peer::new(config));
-        let stale = |id: &ConnId| self.conns[*id].stamp != agreed.stamp;
-        let former: Vec<ConnId> = peer.conns.iter().copied().filter(stale).collect();
-        if !former.is_empty() {
-            for id in former {
-                self.lose(cx.provider, id, Failure::Restarted);
-            }
-            return Err(Refusal::Stale);
-        }
-        if peer.conns.len() >= config.max_connections {
-            return Err(Refusal::Resources);
-        }
         if peer.attempt.is_some() && config.tie_break.is_lower(nid, us) && peer.loses_race() {
             return Err(Refusal::Race);
         }
@@ -280,17 +273,13 @@ impl Node {
         let nid = conn.peer;
         self.close(provider, id, why.clone());
         let Some(peer) = self.peers.get_mut(&nid) else { return };
-        peer.conns.retain(|of| *of != id);
-        let was_attempt = peer.attempt == Some(id);
-        if was_attempt {
-            peer.attempt = None;
-        }
+        let was_attempt = peer.forget_connection(id);
         let is_alone = peer.conns.is_empty();
         match was_attempt && is_alone {
             true => self.unreachable(nid, &why),
             false => self.out.push_back(Output::Down(nid, why.clone())),
         }
-        if is_alone {
+        if is_alone || why == Failure::Restarted {
             self.give_up(&why, |peer, _| peer == nid);
         }
         self.waking.insert(nid);

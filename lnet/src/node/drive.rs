@@ -1,12 +1,12 @@
 //! Turns of the loop: completions, events, timers.
 
 use roce_verbs::{
-    Completion, Instant,
-    provider::{CmKind, CmRef, Cx, Event, MessageDone, QpId},
+    Completion, Instant, MessageDone,
+    provider::{CmKind, CmRef, Cx, Event, QpId},
 };
 
 use super::{Node, connect::Request};
-use crate::{conn::Phase, peer::Peer};
+use crate::conn::Phase;
 
 impl Node {
     /// A work request has completed. Returns whether the queue pair is one of this node's.
@@ -97,15 +97,19 @@ impl Node {
             self.look_at = cx.now + self.config.interval();
             self.look(cx);
         }
-        let due = |(_, peer): &(_, &Peer)| peer.retry_at.is_some_and(|at| at <= cx.now);
-        self.waking.extend(self.peers.iter().filter(due).map(|(nid, _)| *nid));
+        while let Some((at, nid)) = self.retries.pop_due(cx.now) {
+            if let Some(peer) = self.peers.get_mut(&nid).filter(|peer| peer.armed == Some(at)) {
+                peer.armed = None;
+                self.waking.insert(nid);
+            }
+        }
         self.end_batch(cx);
     }
 
     /// When to call [`timeout`](Self::timeout); `None`: nothing will be due by itself.
     pub fn next_timeout(&self) -> Option<Instant> {
         let is_busy = !self.conns.is_empty() || !self.jobs.is_empty();
-        let retries = self.peers.values().filter_map(|peer| peer.retry_at);
-        retries.chain(is_busy.then_some(self.look_at)).min()
+        let retry = self.retries.peek().map(|(at, _)| at);
+        retry.into_iter().chain(is_busy.then_some(self.look_at)).min()
     }
 }

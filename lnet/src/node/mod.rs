@@ -8,7 +8,7 @@ mod receive;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use roce_verbs::{
-    Instant,
+    Instant, TimerHeap,
     provider::{CmRef, Cx, DeviceIx, PdId, Provider, QpId, VerbsError},
 };
 use slab::Slab;
@@ -51,6 +51,8 @@ pub struct Node {
     /// Connections that have something to post, and peers that may want one.
     dirty: BTreeSet<ConnId>,
     waking: BTreeSet<Nid>,
+    /// When to begin to connect again.
+    retries: TimerHeap<Nid>,
     /// When to look for what has waited too long.
     look_at: Instant,
     out: VecDeque<Output>,
@@ -86,6 +88,7 @@ impl Node {
             pings: 0,
             dirty: BTreeSet::new(),
             waking: BTreeSet::new(),
+            retries: TimerHeap::default(),
             out: VecDeque::new(),
         })
     }

@@ -38,7 +38,7 @@ impl Node {
     pub(super) fn received(&mut self, cx: &mut Cx<'_>, id: ConnId, buffer: u32, len: usize) -> Result<(), Failure> {
         if self.conns[id].phase == Phase::Accepting {
             // The peer sends, so it has got our answer: its last word is lost or late.
-            self.established(id);
+            self.established(cx.provider, id);
         }
         let bytes = self.conns[id].link.take(buffer, len);
         let message = Message::parse(&bytes)?;

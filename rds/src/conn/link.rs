@@ -3,8 +3,8 @@
 use core::ops::Range;
 
 use roce_verbs::{
-    Completion, Payload, SendFlags, SendOp, SendWr, Sge, WcStatus,
-    provider::{CmRef, DeviceIx, MessageDone, MessageQp, MessageSpec, PdId, Provider, QpId, VerbsError},
+    Completion, MessageDone, MessageQp, MessageSpec, Payload, SendFlags, SendOp, SendWr, Sge, WcStatus,
+    provider::{CmRef, DeviceIx, PdId, Provider, QpId, VerbsError},
 };
 
 use super::{

@@ -1,8 +1,8 @@
 //! Turns of the loop: completions, events, timers.
 
 use roce_verbs::{
-    Completion, Instant,
-    provider::{CmKind, CmRef, Cx, Event, MessageDone, QpId},
+    Completion, Instant, MessageDone,
+    provider::{CmKind, CmRef, Cx, Event, QpId},
 };
 
 use super::{Node, Output, connect::Request};

@@ -3,7 +3,7 @@
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
-use crate::Instant;
+use crate::time::Instant;
 
 /// Timer heap, with the names of the deadlines' owners. A late entry of an owner that is gone may hit the next one with its name, which
 /// is then checked once too often.

@@ -32,6 +32,8 @@ pub(crate) struct Draw {
     pub(crate) programs: Vec<ProgramPlan>,
     pub(crate) troubles: u32,
     pub(crate) dies: bool,
+    /// Requests to connect that a stranger forges.
+    pub(crate) forged: u32,
 }
 
 fn config(rng: &mut Rng) -> Config {
@@ -96,6 +98,7 @@ impl Draw {
             programs: (0..count).map(|_| program(scale, rng)).collect(),
             troubles: if calm { 0 } else { rng.range(0, 6) as u32 },
             dies: rng.chance(0.5),
+            forged: rng.pick(&[0, 0, 20, 300]),
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Simulator of LNet: nodes whose programs PUT to, GET from and ping each other, in turns as their loops run, under the virtual clock and
 //! on the faulty links of `roce-sim`.
 //!
-//! Hosts die and come back, links are cut, processes stand still. Every operation ends, once. One that has ended well is done: its bytes
+//! Hosts die and come back, links are cut, processes stand still. In some runs a stranger asks for connections in the name of hosts: it ends
+//! none that stands, and leaves nothing. Every operation ends, once. One that has ended well is done: its bytes
 //! are where they belong, and the peer was told of it once. Credits are never more than a connection has, and no message ever meets a queue
 //! pair without a receive (RNR). In the end all queue pairs and memory have come back.
 #![forbid(unsafe_code)]
@@ -9,6 +10,7 @@
 mod draw;
 mod ledger;
 mod program;
+mod stranger;
 mod world;
 
 use roce_sim::{Coverage, Failure, RunConfig, RunsWith, Total, simulate};

@@ -1,6 +1,6 @@
 //! A host's node and its program.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use lnet::{Buffer, Entry, EntryOptions, Failure, Get, JobId, Node, Output, Put, proto::Nid, proto::PingInfo};
 use roce_sim::{Check, Coverage, Rng, SEC};
@@ -32,6 +32,8 @@ pub(crate) struct Env<'a> {
     pub(crate) rng: &'a mut Rng,
     pub(crate) coverage: &'a mut Coverage,
     pub(crate) hosts: &'a [Nid],
+    /// Hosts that have started again.
+    pub(crate) restarted: &'a BTreeSet<Nid>,
 }
 
 /// Operation of a program.
@@ -52,6 +54,9 @@ enum What {
         is_put: bool,
     },
 }
+
+/// Operation that was begun, if the node took it, and its number.
+type Begun = (Result<JobId, Failure>, u64, What);
 
 /// Host's node and program.
 pub(crate) struct Side {
@@ -125,6 +130,9 @@ impl Side {
                 Output::Up(..) => env.coverage.note("connection"),
                 Output::Down(_, Failure::Message(e)) => return Err(format!("a message of a peer: {e}")),
                 Output::Down(_, Failure::Credits(e)) => return Err(format!("credits: {e}")),
+                Output::Down(peer, Failure::Restarted) if !env.restarted.contains(&peer) => {
+                    return Err(format!("a connection to {peer} was ended, which has not started again"));
+                }
                 Output::Down(_, Failure::Restarted) => env.coverage.note("peer that started again"),
                 Output::Down(_, Failure::Timeout) => env.coverage.note("connection without progress"),
                 Output::Down(..) => env.coverage.note("connection lost"),
@@ -226,7 +234,7 @@ impl Side {
         peer: Nid,
         (len, is_miss): (usize, bool),
         env: &mut Env<'_>,
-    ) -> Result<(Result<JobId, Failure>, u64, What), String> {
+    ) -> Result<Begun, String> {
         let sink = Buffer::allocate(len).ok_or("no memory")?;
         let offset = env.rng.index(PLACE - len + 1);
         let get = Get {
@@ -247,14 +255,13 @@ impl Side {
         Ok((self.node.get(now, &get), env.ledger.begin(len), what))
     }
 
-    #[expect(clippy::type_complexity, reason = "what begin_get returns, if there is a place")]
     fn begin_put(
         &mut self,
         now: Instant,
         peer: Nid,
         (len, is_miss): (usize, bool),
         env: &mut Env<'_>,
-    ) -> Result<Option<(Result<JobId, Failure>, u64, What)>, String> {
+    ) -> Result<Option<Begun>, String> {
         let free = |place: &usize| self.places.get(&(peer, *place)).is_none_or(|at| *at <= now.as_nanos());
         let Some(place) = (0..PLACES).find(free) else {
             env.coverage.note("no place for a PUT");

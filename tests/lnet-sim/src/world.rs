@@ -1,6 +1,6 @@
 //! Hosts with nodes and programs, and everything that can happen to them.
 
-use std::net::IpAddr;
+use std::{collections::BTreeSet, net::IpAddr};
 
 use lnet::{Config, Node, proto::Nid};
 use roce_bth::{Packet, Syndrome};
@@ -16,6 +16,7 @@ use crate::{
     draw::{Draw, ProgramPlan},
     ledger::Ledger,
     program::{Env, Side, Turn},
+    stranger,
 };
 
 /// Event that is none of the network's.
@@ -27,6 +28,8 @@ pub(crate) enum WorldEvent {
     Boot(usize),
     /// The link carries packets again.
     Heal(Way),
+    /// A stranger asks for a connection.
+    Forge,
     /// From here on nothing goes wrong any more.
     Quiet,
 }
@@ -45,6 +48,8 @@ pub(crate) struct World {
     rng: Rng,
     chaos: Rng,
     dies: bool,
+    /// Hosts that have started again.
+    restarted: BTreeSet<Nid>,
     quiet: bool,
     /// All programs are done, and nodes end.
     stopping: bool,
@@ -73,6 +78,7 @@ impl World {
             rng: Rng::new(seed, 72),
             chaos: Rng::new(seed, 73),
             dies: draw.dies,
+            restarted: BTreeSet::new(),
             quiet: false,
             stopping: false,
         };
@@ -83,6 +89,10 @@ impl World {
         for _ in 0..draw.troubles {
             let at = world.chaos.range(0, end);
             world.lan.schedule(at, LanEvent::World(WorldEvent::Trouble));
+        }
+        for _ in 0..draw.forged {
+            let at = world.chaos.range(0, end + SEC);
+            world.lan.schedule(at, LanEvent::World(WorldEvent::Forge));
         }
         world.lan.schedule(end, LanEvent::World(WorldEvent::Quiet));
         world
@@ -133,6 +143,7 @@ impl World {
                 rng: &mut self.rng,
                 coverage: &mut self.coverage,
                 hosts: &self.hosts,
+                restarted: &self.restarted,
             };
             let mut turn = Turn { side, env };
             next = of_host(&mut self.lan.nodes[host], now, &mut random, &mut turn)?;
@@ -179,6 +190,19 @@ impl World {
         Ok(())
     }
 
+    /// A request in the name of a host, or of an address that nobody has.
+    fn forge(&mut self) {
+        let hosts = self.hosts.len();
+        let to = self.chaos.index(hosts);
+        let from = match self.hosts[(to + 1 + self.chaos.index(hosts - 1)) % hosts] {
+            nid if self.chaos.chance(0.7) => nid,
+            _ => Nid::o2ib((0x0a00_0100 | self.chaos.range(1, 200) as u32).into()),
+        };
+        let frame = stranger::request(from, self.hosts[to], &mut self.chaos);
+        self.coverage.note("forged request to connect");
+        self.lan.schedule(0, LanEvent::Arrive { node: to, frame });
+    }
+
     fn cut(&mut self, from: usize, to: usize, pause: u64) {
         let way = Way {
             from,
@@ -194,11 +218,13 @@ impl World {
             return Ok(());
         };
         self.coverage.note("crash");
+        self.restarted.insert(self.hosts[host]);
         let mut env = Env {
             ledger: &mut self.ledger,
             rng: &mut self.rng,
             coverage: &mut self.coverage,
             hosts: &self.hosts,
+            restarted: &self.restarted,
         };
         side.die(&mut env)?;
         self.plans[host] = side.plan;
@@ -272,6 +298,7 @@ impl LanWorld for World {
                 self.lan.boot(host);
                 self.start(host)?;
             }
+            LanEvent::World(WorldEvent::Forge) => self.forge(),
             LanEvent::World(WorldEvent::Heal(way)) => self.lan.set_cut(way, false),
             LanEvent::World(WorldEvent::Quiet) => self.enter_quiet(),
         }

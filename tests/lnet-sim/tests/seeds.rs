@@ -16,6 +16,7 @@ fn some_nodes_and_programs() {
         "connection lost",
         "connection without progress",
         "crash",
+        "forged request to connect",
         "one-way cut",
         "operation failed",
         "partition",

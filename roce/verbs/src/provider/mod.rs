@@ -12,7 +12,6 @@ mod event;
 mod ids;
 mod keys;
 mod memory;
-mod messages;
 
 pub use caps::{DeviceCaps, KeyStrategy};
 pub use connect::{ConnParams, NoAnswer, RejectReason};
@@ -23,4 +22,3 @@ pub use event::{CmKind, Event};
 pub use ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId};
 pub use keys::{GrantOf, Granted, KeyKind, Revoked};
 pub use memory::{Foreign, ForeignMemory, Memory};
-pub use messages::{MessageDone, MessageQp, MessageSpec};

@@ -2,14 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{
-    context::{MrInfo, Provider, QpSpec, Registration},
-    error::VerbsError,
-    ids::{CqId, DeviceIx, PdId, QpId},
-};
 use crate::{
     attr::{AccessFlags, QpCaps},
     mem::Pages,
+    provider::{CqId, DeviceIx, MrInfo, PdId, Provider, QpId, QpSpec, Registration, VerbsError},
     wc::Completion,
     wr::{RecvWr, Sge},
 };
