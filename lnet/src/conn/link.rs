@@ -1,8 +1,8 @@
 //! Queue pair of a connection, and what is posted.
 
 use roce_verbs::{
-    AccessFlags, Completion, MessageDone, MessageQp, MessageSpec, Payload, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
-    WcStatus,
+    AccessFlags, Completion, Payload, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
+    messages::{MessageDone, MessageQp, MessageSpec},
     provider::{CmRef, DeviceIx, MrId, MrInfo, PdId, Provider, QpId, Registration, VerbsError},
 };
 

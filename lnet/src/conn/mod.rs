@@ -6,7 +6,8 @@ mod tx;
 use std::collections::{BTreeMap, VecDeque};
 
 use roce_verbs::{
-    Instant, MessageDone, WcStatus,
+    Instant, WcStatus,
+    messages::MessageDone,
     provider::{MrId, MrInfo, Provider},
 };
 

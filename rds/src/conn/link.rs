@@ -3,7 +3,8 @@
 use core::ops::Range;
 
 use roce_verbs::{
-    Completion, MessageDone, MessageQp, MessageSpec, Payload, SendFlags, SendOp, SendWr, Sge, WcStatus,
+    Completion, Payload, SendFlags, SendOp, SendWr, Sge, WcStatus,
+    messages::{MessageDone, MessageQp, MessageSpec},
     provider::{CmRef, DeviceIx, PdId, Provider, QpId, VerbsError},
 };
 

@@ -1,7 +1,8 @@
 //! Turns of the loop: completions, events, timers.
 
 use roce_verbs::{
-    Completion, Instant, MessageDone,
+    Completion, Instant,
+    messages::MessageDone,
     provider::{CmKind, CmRef, Cx, Event, QpId},
 };
 

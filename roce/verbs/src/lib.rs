@@ -15,7 +15,7 @@ pub mod legal;
 // The only access to registered memory.
 #[allow(unsafe_code)]
 pub mod mem;
-mod messages;
+pub mod messages;
 mod numbered;
 pub mod provider;
 mod shown;
@@ -31,7 +31,6 @@ pub use attr::{
 };
 pub use event::{AsyncEvent, EventSource};
 pub use hash::{AddressHasher, AddressHashes, NumberHasher};
-pub use messages::{MessageDone, MessageQp, MessageSpec};
 pub use roce_bth::{LKey, Msn, PKey, Placement, Psn, QKey, Qpn, RKey, RnrTimer, Selectivity, Srqn};
 pub use shown::{Shown, shown};
 pub use time::Instant;
