@@ -1,6 +1,6 @@
 //! Connections begin and end.
 
-use core::net::IpAddr;
+use core::{net::IpAddr, time::Duration};
 
 use roce_bth::RnrTimer;
 use roce_verbs::{
@@ -18,6 +18,9 @@ use crate::{
 
 /// READs and atomics at a time, either way, unless device or peer want fewer.
 const DEPTH: u8 = 128;
+/// Time for the answer to a request to connect, as long as the kernel's 16 requests take. An overloaded host answers late, and a request
+/// that is withdrawn before only makes more work for it.
+const PATIENCE: Duration = Duration::from_secs(100);
 /// Pause of a peer whose message no receive waits for: 320 us, as the kernel's.
 const RNR_TIMER: u8 = 10;
 
@@ -63,7 +66,7 @@ impl Node {
             .map_or(self.config.reconnect_max, |connection| {
                 connection.next_backoff(&self.config)
             });
-        cx.now + core::time::Duration::from_nanos(cx.below(longest.as_nanos() as u64))
+        cx.now + Duration::from_nanos(cx.below(longest.as_nanos() as u64))
     }
 
     /// Handles an event of a link's connection.
@@ -327,6 +330,7 @@ fn params(key: PairKey, version: Version, depths: [u8; 2]) -> ConnParams {
         private_data,
         responder_resources: depths[0],
         initiator_depth: depths[1],
+        patience: Some(PATIENCE),
         tos: Some(key.tos),
         min_rnr_timer: Some(RnrTimer::new(RNR_TIMER)),
         ..ConnParams::default()

@@ -74,3 +74,14 @@ pub fn run_race(config: &RunConfig) -> Result<RdsStats, Failure> {
         Race::new(config.seed % RACES, trace)
     })
 }
+
+/// Runs our node and an overloaded kernel that connect to each other; even seeds give the kernel the smaller address. A failing run is
+/// repeated to write its capture.
+///
+/// # Errors
+/// When a rule is broken or the code under test panics.
+pub fn run_overloaded(config: &RunConfig) -> Result<RdsStats, Failure> {
+    simulate(config, "rds-overloaded", " --rds -- --overloaded", |trace| {
+        Race::overloaded(config.seed, trace)
+    })
+}

@@ -46,6 +46,11 @@ const PORT: u16 = 4000;
 /// Longest time until all messages have come, nanoseconds: with one of ours that accepts at once, with a kernel's that refuses and tries
 /// again after a random time, and if datagrams are lost or come late.
 const LONGEST: [u64; 3] = [2 * MS, 20 * MS, 10 * SEC];
+/// Time after which an overloaded kernel looks at a datagram of the connection manager. Each attempt of two that refuse each other takes
+/// as long.
+const OVERLOADED: u64 = 12 * SEC;
+/// Attempts until an overloaded kernel and our node are connected: half of those fail in which both ask at once.
+const ATTEMPTS: u64 = 20;
 
 /// Event that is none of the network's.
 #[derive(Debug)]
@@ -75,10 +80,22 @@ enum Side {
 struct Plan {
     start: u64,
     kernel: Option<usize>,
+    /// How long the kernel does not get to its datagrams of the connection manager.
+    lag: u64,
     fates: [Option<u64>; FATED],
 }
 
 impl Plan {
+    /// The kernel at one of the two addresses is overloaded.
+    fn overloaded(number: u64) -> Self {
+        Self {
+            start: STARTS[0],
+            kernel: Some((number % 2) as usize),
+            lag: OVERLOADED,
+            fates: [Some(0); FATED],
+        }
+    }
+
     /// Races whose first datagrams differ come first.
     fn new(mut number: u64) -> Self {
         let mut digit = |of: usize| {
@@ -89,11 +106,15 @@ impl Plan {
         Self {
             start: STARTS[digit(STARTS.len())],
             kernel: KERNELS[digit(KERNELS.len())],
+            lag: 0,
             fates: core::array::from_fn(|_| FATES[digit(FATES.len())]),
         }
     }
 
     fn longest(&self) -> u64 {
+        if self.lag > 0 {
+            return ATTEMPTS * self.lag;
+        }
         let disturbed = self.fates.iter().any(|fate| fate.is_none_or(|late| late > MS));
         match (disturbed, self.kernel) {
             (false, None) => LONGEST[0],
@@ -156,8 +177,17 @@ fn config() -> Config {
 }
 
 impl Race {
+    /// Two nodes that begin at about the same time.
     pub(crate) fn new(number: u64, trace: Trace) -> Self {
-        let plan = Plan::new(number);
+        Self::with(Plan::new(number), number, trace)
+    }
+
+    /// Our node and an overloaded kernel.
+    pub(crate) fn overloaded(number: u64, trace: Trace) -> Self {
+        Self::with(Plan::overloaded(number), number, trace)
+    }
+
+    fn with(plan: Plan, number: u64, trace: Trace) -> Self {
         let faults = Faults {
             loss: 0.0,
             duplicate: 0.0,
@@ -205,7 +235,9 @@ impl Race {
         if !is_management {
             return self.lan.arrive(node, frame);
         }
+        let lag = u64::from(self.plan.kernel == Some(node)) * self.plan.lag;
         let fate = self.plan.fates.get(self.datagrams).copied().unwrap_or(Some(0));
+        let fate = fate.map(|late| late + lag);
         self.datagrams += 1;
         match fate {
             Some(0) => self.lan.arrive(node, frame),
@@ -438,7 +470,7 @@ impl Simulation for Race {
         }
         let downs = self.downs();
         // What is late comes, and does no harm for long.
-        self.pass(60 * SEC)?;
+        self.pass(60 * SEC + 2 * self.plan.lag)?;
         self.check_received(MESSAGES)?;
         if self.downs() > downs && !self.plan.fates.contains(&Some(VERY_LATE)) {
             return Err(format!("what stood was ended; {}", self.situation()));

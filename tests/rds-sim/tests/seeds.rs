@@ -1,6 +1,6 @@
 //! A few nodes of RDS in every `cargo test`; `cargo xtask sim --rds` runs thousands.
 
-use ferroce_rds_sim::{RACES, RdsStats, run, run_race};
+use ferroce_rds_sim::{RACES, RdsStats, run, run_overloaded, run_race};
 use roce_sim::{Failure, RunConfig, run_many};
 
 /// Seeds that once showed a bug. A change of what a seed draws takes their meaning away.
@@ -84,6 +84,14 @@ fn who_connects_at_once_gets_one_connection() {
     let failed: String = failures.iter().map(|f| format!("{f}\n")).collect();
     assert!(failures.is_empty(), "{failed}");
     assert!(total.coverage.contains_key("both connected at once"), "{total:?}");
+}
+
+/// Either waits for the other's answers for longer than that takes, so an attempt is not given up for the next one for ever.
+#[test]
+fn an_overloaded_kernel_gets_a_connection() {
+    let (_, failures) = run_many(0..16, 2, |seed| run_overloaded(&RunConfig::new(seed)), |_| {});
+    let failed: String = failures.iter().map(|f| format!("{f}\n")).collect();
+    assert!(failures.is_empty(), "{failed}");
 }
 
 #[test]

@@ -106,6 +106,40 @@ fn each_repetition_is_answered_and_pays_for_the_dreq() {
 }
 
 #[test]
+fn a_peer_that_repeats_its_request_may_answer_as_late_as_it_says() {
+    // An overloaded host repeats its REQ by a timer, and gets to the REP after half a minute.
+    let (mut w, _) = listening();
+    let req = lone_req(&mut w, 0x11);
+    give(&mut w, &req);
+    let (s, _) = request(&mut w);
+    w.m[S].accept(w.now, s, &accept_args(0x22)).unwrap();
+    let rep = w.m[S].poll_mad().unwrap();
+    timers(&mut w, ms(6400));
+    give(&mut w, &req);
+    timers(&mut w, Duration::from_secs(24));
+    w.m[C].handle_mad(w.now, rep.remote, rep.local, &rep.mad);
+    let Some(Event::Reply { conn, .. }) = w.m[C].poll_event() else {
+        panic!("no reply");
+    };
+    w.m[C].qp_ready(w.now, conn).unwrap();
+    w.settle();
+    assert!(matches!(ends(&mut w)[..], [Event::Established { conn, .. }] if conn == s));
+}
+
+#[test]
+fn a_peer_that_repeats_its_request_and_never_answers_is_given_up() {
+    let (mut w, _) = listening();
+    let req = forged(CLIENT, 1);
+    give(&mut w, &req);
+    let (s, _) = request(&mut w);
+    w.m[S].accept(w.now, s, &accept_args(0x22)).unwrap();
+    timers(&mut w, ms(1000));
+    give(&mut w, &req);
+    timers(&mut w, Duration::from_secs(75));
+    assert_eq!(ends(&mut w)[0], unreachable(s));
+}
+
+#[test]
 fn a_consumer_that_ends_what_it_accepted_says_so_once() {
     use Attribute::{Dreq, Rep};
     let (mut w, _) = listening();

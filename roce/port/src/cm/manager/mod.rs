@@ -58,7 +58,8 @@ use crate::cm::{
 ///   all for each copy of the REQ, and no REJ. (The kernel repeats a REP as often and as soon as the REQ requests: 15 times, each
 ///   millisecond.)
 /// * Newer requests evict half-open connections of such addresses, the oldest first; a request that its peer does
-///   not repeat waits for the consumer for [`CmConfig::give_up`] only, or as long as our last MRA requested.
+///   not repeat waits for the consumer for [`CmConfig::give_up`] only, or as long as our last MRA requested, and its REP for the RTU as
+///   long. If the peer repeats it, the REP waits as long as the REQ says, at most 69 s.
 /// * The rate of MADs processed for one address is limited ([`CmConfig::mad_rate`]).
 /// * A REQ that reuses an established connection's queue pair is rejected as stale, but ends the old connection only if the
 ///   peer does not have it any more: it gets our REP again, and answers with its RTU if it has it, with a REJ if it has restarted.

@@ -78,7 +78,10 @@ impl Manager {
                 self.end(c, rejected(c.id, RejectReason::TIMEOUT, Vec::new(), &[0; 148]));
             }
             (S::RepSent, I::Displaced) => self.end(c, timed_out(c.id)),
-            (S::RepSent, I::Req) => self.resend(c, Cause::Answer),
+            (S::RepSent, I::Req) => {
+                wait_for_peer(now, c);
+                self.resend(c, Cause::Answer);
+            }
             (S::RepSent | S::RepExtended, I::Rtu | I::Communication) => self.establish(c),
             (S::RepReceived | S::RepExtended, I::Stale) => {
                 let reason = RejectReason::STALE_CONNECTION;
@@ -452,6 +455,15 @@ impl Manager {
 }
 
 /// Returns the event of an attempt that was not answered in time.
+/// Extends the wait for the RTU of a peer that repeats its REQ: as long as that says from now on, at most 69 s. An overloaded host
+/// repeats it by a timer and gets to our REP much later; a connection that is given up before only makes more work for it.
+fn wait_for_peer(now: Instant, c: &mut Conn) {
+    let wait = c.max_pause * (u32::from(c.max_retries) + 1);
+    if let Some(e) = &mut c.exchange {
+        e.deadline = e.deadline.max(now + wait);
+    }
+}
+
 fn timed_out(conn: ConnId) -> Event {
     let why = NoAnswer::Timeout;
     Event::Unreachable { conn, why }
