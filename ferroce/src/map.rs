@@ -382,8 +382,8 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
             stopping = true;
             mapping.stop();
         }
-        let patience = if mapped { reporter.patience() } else { LOOK };
-        match mapping.next(patience) {
+        let timeout = if mapped { reporter.timeout() } else { LOOK };
+        match mapping.next(timeout) {
             Some(MapEvent::Listening(at)) => addresses = at,
             Some(MapEvent::Mapped { device, geometry, info }) => {
                 mapped = true;

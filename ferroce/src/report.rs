@@ -94,7 +94,7 @@ impl Reporter {
     }
 
     /// Time until the next [`Reporter::tick`] is due.
-    pub(crate) fn patience(&self) -> Duration {
+    pub(crate) fn timeout(&self) -> Duration {
         const LOOK: Duration = Duration::from_millis(100);
         self.every.map_or(LOOK, |every| every.min(LOOK))
     }

@@ -352,7 +352,7 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
 
     let mut told = Ok(());
     while !stop.requested() && told.is_ok() {
-        told = match server.next(reporter.patience()) {
+        told = match server.next(reporter.timeout()) {
             Some(event) => {
                 if let ServeEvent::PathDown(_, why) = &event {
                     instruments.server_path_down(why);

@@ -21,7 +21,7 @@ const SERVICE: u16 = 7471;
 /// Longest message in bytes.
 const LEN: usize = 4096;
 /// Longest time until the server has accepted.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Sends a message from an address of this host to a server, and returns the answer.
 pub(crate) fn run(from: IpAddr, server: IpAddr, message: &[u8]) -> Outcome<Vec<u8>> {
@@ -41,7 +41,7 @@ pub(crate) fn run(from: IpAddr, server: IpAddr, message: &[u8]) -> Outcome<Vec<u
     let events = device.create_cm_channel()?;
     let to = SocketAddr::new(server, SERVICE);
     let id = device.connect(&events, Some(from), to, &qp, ConnParams::default())?;
-    match events.wait(Some(PATIENCE))?.ok_or("no answer in time")?.kind {
+    match events.wait(Some(TIMEOUT))?.ok_or("no answer in time")?.kind {
         CmEventKind::Established { .. } => {}
         refused => return Err(format!("no connection: {refused}").into()),
     }

@@ -3,7 +3,7 @@
 
 use core::time::Duration;
 
-/// Interval and patience.
+/// Interval, and how many may be missed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HeartbeatConfig {
     /// Time between two looks at the peer.
@@ -25,7 +25,7 @@ impl Default for HeartbeatConfig {
 impl HeartbeatConfig {
     /// The longest time from a peer's last sign of life until the path is given up: the counter is looked at before it
     /// is counted up, so that is two intervals more than `max_missed`.
-    pub fn patience(&self) -> Duration {
+    pub fn timeout(&self) -> Duration {
         self.interval * (self.max_missed + 2)
     }
 }
@@ -89,7 +89,7 @@ mod tests {
             assert_eq!(hb.tick(), Beat::Wait);
         }
         assert_eq!(hb.tick(), Beat::Lost);
-        assert_eq!(hb.config().patience(), Duration::from_secs(35));
+        assert_eq!(hb.config().timeout(), Duration::from_secs(35));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-use crate::{nbd::Client, pattern, process::PATIENCE};
+use crate::{nbd::Client, pattern, process::TIMEOUT};
 
 /// Bytes that are written at a time.
 pub const BLOCK: usize = 16 << 10;
@@ -85,5 +85,5 @@ impl Checked {
 }
 
 fn connect(socket: &Path, export: &str) -> Client {
-    Client::connect_to(socket, export, PATIENCE).unwrap_or_else(|e| panic!("{export} at {}: {e}", socket.display()))
+    Client::connect_to(socket, export, TIMEOUT).unwrap_or_else(|e| panic!("{export} at {}: {e}", socket.display()))
 }

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use crate::{
     fresh_address,
     nbd::Client,
-    process::{PATIENCE, Running},
+    process::{Running, TIMEOUT},
 };
 
 /// Makes an image file with these bytes.
@@ -89,7 +89,7 @@ pub fn map(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> (Running, 
 /// # Panics
 /// When it does not come so far, or fails for another reason.
 pub fn map_when_free(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> (Running, Value) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         let _ = fs::remove_file(socket);
         let mut running = Running::start(&map_args(src, dst, socket, more));

@@ -75,7 +75,7 @@ pub fn ferroce() -> &'static Path {
 /// # Panics
 /// When it takes longer than anything should.
 pub fn eventually(what: &str, mut is: impl FnMut() -> bool) {
-    let end = Instant::now() + process::PATIENCE;
+    let end = Instant::now() + process::TIMEOUT;
     while !is() {
         assert!(Instant::now() < end, "{what}: not in time");
         thread::sleep(Duration::from_millis(10));

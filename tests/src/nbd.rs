@@ -70,15 +70,15 @@ impl Client {
     /// # Errors
     /// When the socket or the negotiation fails.
     pub fn connect(socket: &Path) -> io::Result<Self> {
-        Self::connect_to(socket, "", crate::process::PATIENCE)
+        Self::connect_to(socket, "", crate::process::TIMEOUT)
     }
 
     /// Connects and negotiates the export of this name. Every answer may take this long.
     ///
     /// # Errors
     /// When the socket or the negotiation fails.
-    pub fn connect_to(socket: &Path, name: &str, patience: Duration) -> io::Result<Self> {
-        let mut stream = open(socket, patience)?;
+    pub fn connect_to(socket: &Path, name: &str, timeout: Duration) -> io::Result<Self> {
+        let mut stream = open(socket, timeout)?;
         // NBD_OPT_GO without information requests.
         let mut data = (name.len() as u32).to_be_bytes().to_vec();
         data.extend(name.as_bytes());
@@ -204,10 +204,10 @@ impl Client {
 }
 
 /// Connects, as far as options can be asked for.
-fn open(socket: &Path, patience: Duration) -> io::Result<UnixStream> {
+fn open(socket: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(patience))?;
-    stream.set_write_timeout(Some(patience))?;
+    stream.set_read_timeout(Some(timeout))?;
+    stream.set_write_timeout(Some(timeout))?;
     expect("NBDMAGIC", read_u64(&mut stream)?, NBDMAGIC)?;
     expect("IHAVEOPT", read_u64(&mut stream)?, IHAVEOPT)?;
     let handshake = read_u16(&mut stream)?;
@@ -243,7 +243,7 @@ fn option_reply(stream: &mut UnixStream, option: u32) -> io::Result<(u32, Vec<u8
 /// # Errors
 /// When the socket or the negotiation fails.
 pub fn list(socket: &Path) -> io::Result<Vec<String>> {
-    let mut stream = open(socket, crate::process::PATIENCE)?;
+    let mut stream = open(socket, crate::process::TIMEOUT)?;
     ask(&mut stream, OPT_LIST, &[])?;
     let mut names = Vec::new();
     loop {

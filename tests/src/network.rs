@@ -3,7 +3,7 @@
 use std::{ffi::OsStr, fmt::Debug, process::Command};
 
 use ferroce_wire::{
-    lane::Conditions,
+    direction::Conditions,
     namespace,
     wire::{End, Wire, WireConfig},
 };

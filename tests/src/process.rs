@@ -27,7 +27,7 @@ use nix::{
 use serde_json::Value;
 
 /// How long anything may take before a test calls it hung. No test asserts that something is faster.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What a finished command left.
 #[derive(Debug)]
@@ -333,7 +333,7 @@ impl Running {
     }
 
     fn read_event(&mut self) -> Value {
-        match self.lines.recv_timeout(PATIENCE) {
+        match self.lines.recv_timeout(TIMEOUT) {
             Ok(line) => {
                 let json: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{line}: {e}"));
                 self.stdout.push(line);
@@ -383,7 +383,7 @@ impl Running {
     /// # Panics
     /// When it takes too long.
     pub fn wait(&mut self) -> ExitStatus {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while Instant::now() < end {
             if let Some(status) = self.child.try_wait().expect("a child can be waited for") {
                 return status;

@@ -514,6 +514,6 @@ fn readable(fd: &EventFd) -> bool {
     // SAFETY: the descriptor lives as long as the reference to it.
     let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd.as_raw_fd()) };
     let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
-    let patience = PollTimeout::try_from(crate::process::PATIENCE).unwrap_or(PollTimeout::MAX);
-    poll(&mut fds, patience).is_ok_and(|n| n > 0)
+    let timeout = PollTimeout::try_from(crate::process::TIMEOUT).unwrap_or(PollTimeout::MAX);
+    poll(&mut fds, timeout).is_ok_and(|n| n > 0)
 }

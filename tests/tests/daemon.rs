@@ -19,7 +19,7 @@ use ferroce_tests::{
     eventually, ferroce, fresh_address,
     nbd::Client,
     pattern,
-    process::{Finished, PATIENCE, Running},
+    process::{Finished, Running, TIMEOUT},
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -139,7 +139,7 @@ impl Lab {
 }
 
 fn reads(socket: &Path, name: &str) {
-    let mut client = Client::connect_to(socket, name, PATIENCE).unwrap();
+    let mut client = Client::connect_to(socket, name, TIMEOUT).unwrap();
     assert!(client.read(0, MIB).unwrap() == pattern(7, MIB), "{name}");
 }
 
@@ -517,7 +517,7 @@ fn a_reload_takes_renewed_certificates() {
     let daemon = lab.daemon();
     lab.is_up("map.a");
     lab.is_up("map.b");
-    let mut there = Client::connect_to(&lab.path("a.sock"), "one", PATIENCE).unwrap();
+    let mut there = Client::connect_to(&lab.path("a.sock"), "one", TIMEOUT).unwrap();
     let all = json!(["serve.images", "map.a", "map.b"]);
     assert_eq!(lab.ctl(&["reload"])["unchanged"], all);
 
@@ -542,7 +542,7 @@ fn a_reload_takes_renewed_certificates() {
             failed.stdout
         );
     }
-    assert!(Client::connect_to(&lab.path("a.sock"), "three", PATIENCE).is_err());
+    assert!(Client::connect_to(&lab.path("a.sock"), "three", TIMEOUT).is_err());
     authority.server(&folder);
     assert_eq!(lab.ctl(&["reload"])["changed"], json!(["map.a"]));
     reads(&lab.path("a.sock"), "three");
@@ -558,7 +558,7 @@ fn mappings_end_before_the_servers_that_they_are_of() {
         lab.write(&[lab.serves(&["one"]), lab.maps("a", &["one"])]);
         let daemon = lab.daemon();
         lab.is_up("map.a");
-        let mut client = Client::connect_to(&lab.path("a.sock"), "one", PATIENCE).unwrap();
+        let mut client = Client::connect_to(&lab.path("a.sock"), "one", TIMEOUT).unwrap();
         client.write(0, &pattern(9, MIB)).unwrap();
         if by_reload {
             lab.write(&[]);
@@ -837,7 +837,7 @@ fn a_service_manager_is_told() {
     let lab = Lab::new();
     lab.write(&[lab.serves(&["one"]), lab.maps("a", &["one"])]);
     let socket = UnixDatagram::bind(lab.path("notify")).unwrap();
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket.set_read_timeout(Some(TIMEOUT)).unwrap();
     let told = || {
         let mut buffer = [0; 256];
         let len = socket.recv(&mut buffer).unwrap();

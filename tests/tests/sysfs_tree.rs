@@ -19,7 +19,7 @@ use ferroce_tests::{
     attributes::{Names, ROOTS, TAKEN, WRITES, is_known, without_numbers},
     device::image,
     eventually, ferroce, fresh_address,
-    process::{PATIENCE, Running},
+    process::{Running, TIMEOUT},
 };
 use nix::sys::{
     resource::{Resource, getrlimit, setrlimit},
@@ -143,7 +143,7 @@ struct Line(BufReader<UnixStream>);
 impl Line {
     fn to(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         let mut this = Self(BufReader::new(stream));
         this.ask(json!({ "do": "hello", "version": 1 }));
         this

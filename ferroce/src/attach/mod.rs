@@ -23,7 +23,7 @@ use handshake::Export;
 use kernel::Kernel;
 
 /// How long the mapping may take to answer the handshake.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// A node that is free.
 const FREE: &str = "auto";
 
@@ -303,8 +303,8 @@ impl Drop for Attachments {
 /// Connects to the mapping, and chooses a device.
 fn connect(mapping: &Mapping, device: &str) -> io::Result<(UnixStream, Export)> {
     let (mut ours, theirs) = UnixStream::pair()?;
-    ours.set_read_timeout(Some(PATIENCE))?;
-    ours.set_write_timeout(Some(PATIENCE))?;
+    ours.set_read_timeout(Some(TIMEOUT))?;
+    ours.set_write_timeout(Some(TIMEOUT))?;
     mapping.connect(theirs)?;
     let export = handshake::choose(&mut ours, device)?;
     // The kernel waits for as long as a request takes.

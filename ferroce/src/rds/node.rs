@@ -167,7 +167,7 @@ pub(crate) fn node(args: &NodeArgs, place: Place<'_>) -> Result<(), Failure> {
             last = Some(control.stats().unwrap_or_default());
             running.stop();
         }
-        let event = running.next(reporter.patience());
+        let event = running.next(reporter.timeout());
         match &event {
             Some(NodeEvent::NotOpened { addr, why }) if awaited.contains(addr) => {
                 told = told.and(Err(Failure::failed(format!("no RDS at {addr}: {why}"))));

@@ -19,7 +19,7 @@ use crate::{
 /// Retries of the queue pair without any answer, and without a receive there (`retry_count`, `rnr_retry_count`).
 const RETRIES: (u8, u8) = (5, 6);
 /// Time for an answer to a connect request, at least.
-const PATIENCE: core::time::Duration = core::time::Duration::from_secs(5);
+const TIMEOUT: core::time::Duration = core::time::Duration::from_secs(5);
 
 /// Connect request of a peer.
 pub(super) struct Request<'a> {
@@ -110,8 +110,8 @@ impl Node {
             dst_stamp: peer.stamp(),
             ..Message::new(self.us.nid, conn.peer, Body::ConnReq(asked))
         };
-        let patience = self.config.interval().max(PATIENCE);
-        let params = params(&message, self.config.tos, Some(patience));
+        let timeout = self.config.interval().max(TIMEOUT);
+        let params = params(&message, self.config.tos, Some(timeout));
         Ok(cx.provider.cm_connect(conn.link.cm, qp, &params)?)
     }
 
@@ -349,14 +349,14 @@ impl Node {
     }
 }
 
-fn params(message: &Message<'_>, tos: Option<u8>, patience: Option<core::time::Duration>) -> ConnParams {
+fn params(message: &Message<'_>, tos: Option<u8>, timeout: Option<core::time::Duration>) -> ConnParams {
     ConnParams {
         private_data: message.to_bytes(),
         responder_resources: 0,
         initiator_depth: 0,
         retry_count: RETRIES.0,
         rnr_retry_count: RETRIES.1,
-        patience,
+        timeout,
         tos,
         min_rnr_timer: None,
     }

@@ -20,7 +20,7 @@ use crate::{
 const DEPTH: u8 = 128;
 /// Time for the answer to a request to connect, as long as the kernel's 16 requests take. An overloaded host answers late, and a request
 /// that is withdrawn before only makes more work for it.
-const PATIENCE: Duration = Duration::from_secs(100);
+const TIMEOUT: Duration = Duration::from_secs(100);
 /// Pause of a peer whose message no receive waits for: 320 us, as the kernel's.
 const RNR_TIMER: u8 = 10;
 
@@ -330,7 +330,7 @@ fn params(key: PairKey, version: Version, depths: [u8; 2]) -> ConnParams {
         private_data,
         responder_resources: depths[0],
         initiator_depth: depths[1],
-        patience: Some(PATIENCE),
+        timeout: Some(TIMEOUT),
         tos: Some(key.tos),
         min_rnr_timer: Some(RnrTimer::new(RNR_TIMER)),
         ..ConnParams::default()

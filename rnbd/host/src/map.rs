@@ -147,7 +147,7 @@ mod tests {
         serve::{ServeConfig, Serving},
     };
 
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     fn server(folder: &std::path::Path) -> Serving {
         let path = folder.join("image");
@@ -192,7 +192,7 @@ mod tests {
 
     /// The next event, while the server's files are opened and closed.
     fn next(mapping: &mut Mapping, server: &mut Serving) -> MapEvent {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             assert!(Instant::now() < deadline, "nothing comes");
             server.next(Duration::from_millis(5));
@@ -221,7 +221,7 @@ mod tests {
             }
             assert!(!dir.path().join("nbd").exists(), "nobody is let in any more");
             // The server may take some time to notice.
-            let noticed = Instant::now() + PATIENCE;
+            let noticed = Instant::now() + TIMEOUT;
             while server.stats().unwrap().sessions != [0] {
                 assert!(Instant::now() < noticed);
                 server.next(Duration::from_millis(10));

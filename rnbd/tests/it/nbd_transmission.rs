@@ -20,7 +20,7 @@ const ENOSPC: u32 = 28;
 const ENOTSUP: u32 = 95;
 const ESHUTDOWN: u32 = 108;
 
-const PATIENCE: Duration = Duration::from_millis(100);
+const TIMEOUT: Duration = Duration::from_millis(100);
 
 #[test]
 fn reads_and_writes_of_every_size() {
@@ -400,15 +400,15 @@ fn a_client_that_stops_in_a_write_gives_the_buffer_back() {
         c.request(cmd::WRITE, 0, 0, data.len(), &data[..before]);
         c.settle(world);
         assert_eq!(world.memory.lent(), 1);
-        c.pass(world, PATIENCE - Duration::from_millis(1));
+        c.pass(world, TIMEOUT - Duration::from_millis(1));
         assert_eq!(world.memory.lent(), 1, "not yet");
         let next = before + 1.min(data.len() - before - 1);
         c.send(&data[before..next]);
         c.settle(world);
-        c.pass(world, PATIENCE - Duration::from_millis(1));
+        c.pass(world, TIMEOUT - Duration::from_millis(1));
         let kept = usize::from(next > before);
         assert_eq!(world.memory.lent(), kept, "each byte makes it patient again");
-        c.pass(world, PATIENCE);
+        c.pass(world, TIMEOUT);
         assert_eq!(world.memory.lent(), 0, "{before}");
         assert_eq!(c.conn.next_timeout(), None);
 
@@ -441,13 +441,13 @@ fn a_client_that_takes_nothing_gives_the_buffers_back() {
     }
     c.settle(world);
     assert_eq!(world.memory.lent(), 5);
-    assert_eq!(c.conn.next_timeout(), Some(world.now + PATIENCE));
+    assert_eq!(c.conn.next_timeout(), Some(world.now + TIMEOUT));
     c.takes = 1000;
     c.settle(world);
-    c.pass(world, PATIENCE - Duration::from_millis(1));
+    c.pass(world, TIMEOUT - Duration::from_millis(1));
     c.takes = 10;
     c.settle(world);
-    c.pass(world, PATIENCE - Duration::from_millis(1));
+    c.pass(world, TIMEOUT - Duration::from_millis(1));
     assert_eq!(world.memory.lent(), 5, "some of it was taken meanwhile");
     c.pass(world, Duration::from_millis(1));
     assert_eq!(world.memory.lent(), 0);
@@ -456,7 +456,7 @@ fn a_client_that_takes_nothing_gives_the_buffers_back() {
     c.request(cmd::READ, 0, 8192, 4096, &[]);
     c.settle(world);
     assert_eq!(world.memory.lent(), 1);
-    c.pass(world, PATIENCE);
+    c.pass(world, TIMEOUT);
     assert_eq!((world.memory.lent(), c.conn.next_timeout()), (0, None));
 
     c.takes = usize::MAX;
@@ -575,7 +575,7 @@ fn half_a_write_is_no_write() {
             let cookie = c.request(cmd::WRITE, 0, 0, len, &[1; 4096]);
             c.settle(world);
             if staged {
-                c.pass(world, PATIENCE);
+                c.pass(world, TIMEOUT);
             }
             c.closed = true;
             assert_eq!(ended_well(&mut c, world), End::CutShort("a write"));

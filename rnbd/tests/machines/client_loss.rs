@@ -459,7 +459,7 @@ fn what_waits_is_looked_at_anew() {
 }
 
 #[test]
-fn patience_ends_with_errors_until_the_device_is_back() {
+fn a_timeout_fails_requests_until_the_device_is_back() {
     let (mut bench, device) = Bench::waiting(OnLoss::Queue(Some(5 * SECOND)));
     let write = bench.submit(device, WRITE, 0, 4096);
     let in_flight = bench.sent();

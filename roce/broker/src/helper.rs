@@ -21,7 +21,7 @@ use crate::{
 /// Line that a helper writes to standard output when it accepts connections.
 const READY: &str = "ready";
 /// Time that starting may take.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 /// Variables that a helper does not get: a library to load, and those of a service manager, which are for this process.
@@ -57,7 +57,7 @@ impl Kind {
         program: Option<&Path>,
         connect: impl Fn() -> Result<Option<T>, Error>,
     ) -> Result<T, Error> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let lock = Lock::take(dir, self.start_lock, deadline)
             .map_err(context(format!("locking {}", dir.join(self.start_lock).display())))?;
         // The process that had the lock has started one.

@@ -44,9 +44,9 @@ impl World {
         for c in &mut self.conns {
             let across = c.plan.hosts.contains(&a) && c.plan.hosts.contains(&b);
             // A retry needs a timeout's time without any answer; the last one before may be nearly over.
-            let patience = (4096 << c.plan.timeout) * u64::from(c.plan.retry_cnt);
+            let longest = (4096 << c.plan.timeout) * u64::from(c.plan.retry_cnt);
             let endless = c.plan.timeout == 0 || c.plan.via_cm && c.plan.retry_cnt > 0;
-            if across && !endless && duration + 20 * MS >= patience {
+            if across && !endless && duration + 20 * MS >= longest {
                 for e in &mut c.ends {
                     e.allow.retry = true;
                 }

@@ -12,7 +12,7 @@ const SPIN: u32 = 100_000;
 /// Events of a whole run.
 const MAX_EVENTS: u64 = 5_000_000;
 /// Longest time of a run once nothing disturbs it, nanoseconds.
-const PATIENCE: u64 = 600 * SEC;
+const TIMEOUT: u64 = 600 * SEC;
 
 /// Hosts on a network with all that happens to them.
 pub trait LanWorld {
@@ -52,7 +52,7 @@ pub trait LanWorld {
             if at_once > SPIN || events > MAX_EVENTS {
                 return Err(format!("it spins at {what:?}: {}", self.situation()));
             }
-            if self.is_quiet() && now > *quiet_since.get_or_insert(now) + PATIENCE {
+            if self.is_quiet() && now > *quiet_since.get_or_insert(now) + TIMEOUT {
                 return Err(format!("stuck in the quiet phase: {}", self.situation()));
             }
             self.step(what)?;

@@ -112,7 +112,7 @@ mod tests {
 
     const ROUNDS: u32 = 100_000;
     /// Time after which a message counts as lost.
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     fn mailbox<T>() -> (Poll, Arc<Mailbox<T>>) {
         let poll = Poll::new().unwrap();
@@ -129,7 +129,7 @@ mod tests {
                 return;
             }
             if mailbox.fall_asleep() {
-                poll.poll(&mut events, Some(PATIENCE)).unwrap();
+                poll.poll(&mut events, Some(TIMEOUT)).unwrap();
                 assert!(!events.is_empty(), "nobody rang");
             }
             mailbox.wake_up();

@@ -21,12 +21,12 @@ pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
     .union(AccessFlags::REMOTE_ATOMIC);
 
 /// Longest time that anything takes.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Waits until that is so.
 #[track_caller]
 pub fn eventually(mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while !is_so() {
         assert!(Instant::now() < until, "it does not come");
         std::thread::sleep(Duration::from_millis(1));
@@ -84,7 +84,7 @@ impl Side {
 
     /// Waits for `n` completions.
     pub fn completions(&self, n: usize) -> Vec<Completion> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         let mut out = vec![];
         while out.len() < n {
             assert!(Instant::now() < until, "{} of {n} completions: {out:?}", out.len());
@@ -104,7 +104,7 @@ impl Side {
     }
 
     pub fn event(&self) -> CmEvent {
-        self.channel.wait(Some(PATIENCE)).unwrap().expect("an event")
+        self.channel.wait(Some(TIMEOUT)).unwrap().expect("an event")
     }
 
     /// Takes a connect request: the new connection, and the peer's private data.

@@ -14,7 +14,7 @@ use roce::{
     verbs::provider::{CmKind, CmRef, CqId, DeviceIx, Event, MrInfo, PdId, QpId, QpSpec, Registration},
 };
 
-use super::{ALL, PATIENCE, address};
+use super::{ALL, TIMEOUT, address};
 
 pub const SERVICE: u16 = 7000;
 pub const LEN: usize = 4 << 20;
@@ -89,7 +89,7 @@ impl Loop {
     /// One turn, which waits for a moment if there is nothing to do.
     pub fn turn(&mut self) {
         if !self.step() {
-            let wait = self.device.next_timeout(roce::now()).unwrap_or(PATIENCE);
+            let wait = self.device.next_timeout(roce::now()).unwrap_or(TIMEOUT);
             let wait = wait.clamp(Duration::from_millis(1), Duration::from_millis(5));
             self.poll.poll(&mut Events::with_capacity(8), Some(wait)).unwrap();
         }
@@ -109,7 +109,7 @@ impl Loop {
     }
 
     pub fn until(&mut self, what: &str, done: impl Fn(&Self) -> bool) {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while !done(self) {
             assert!(Instant::now() < end, "{what}: {:?}", self.events);
             self.turn();

@@ -12,7 +12,7 @@ use roce::{
 mod async_echo;
 
 /// Longest time that anything takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread()
@@ -28,7 +28,7 @@ fn open() -> Device {
 
 /// Has it end in time.
 async fn in_time<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.expect("it comes in time")
+    tokio::time::timeout(TIMEOUT, future).await.expect("it comes in time")
 }
 
 #[test]

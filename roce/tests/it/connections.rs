@@ -106,7 +106,7 @@ fn a_request_that_nobody_takes_is_rejected_with_its_listener() {
 }
 
 fn roce_readable(channel: &roce::EventChannel) -> bool {
-    roce_net::wait_readable(channel.as_fd(), Some(PATIENCE)).unwrap()
+    roce_net::wait_readable(channel.as_fd(), Some(TIMEOUT)).unwrap()
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn packets_from_another_address_are_dropped() {
         rkey: mb.rkey(),
     };
     post(&stranger, 1, SendOp::Write(target), Payload::Sges(&[mc.sge(0, 64)]));
-    let until = std::time::Instant::now() + PATIENCE;
+    let until = std::time::Instant::now() + TIMEOUT;
     while p.b.device.stats().port.drop_peer_address == 0 {
         assert!(std::time::Instant::now() < until, "{:?}", p.b.device.stats());
         std::thread::sleep(Duration::from_millis(1));
@@ -204,14 +204,14 @@ fn a_completion_channel_works_with_mio_and_with_a_blocking_thread() {
         post(&qa, round, SendOp::Send, Payload::Sges(&[ma.sge(0, 64)]));
         if round % 2 == 0 {
             events.clear();
-            poll.poll(&mut events, Some(PATIENCE)).unwrap();
+            poll.poll(&mut events, Some(TIMEOUT)).unwrap();
             assert!(!events.is_empty(), "round {round}");
             assert_eq!(channel.wait(Some(Duration::ZERO)).unwrap(), Some(77));
         } else {
-            assert_eq!(channel.wait(Some(PATIENCE)).unwrap(), Some(77));
+            assert_eq!(channel.wait(Some(TIMEOUT)).unwrap(), Some(77));
             let _ = poll.poll(&mut events, Some(Duration::ZERO));
         }
-        let until = std::time::Instant::now() + PATIENCE;
+        let until = std::time::Instant::now() + TIMEOUT;
         while out.len() as u64 <= round {
             assert!(std::time::Instant::now() < until);
             cq.poll(&mut out, 8).unwrap();

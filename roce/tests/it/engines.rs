@@ -177,8 +177,8 @@ fn one_queue_has_the_completions_of_all_engines() {
     for (qa, qb) in &qps {
         waited.arm(false).unwrap();
         post(qa, 1, SendOp::Send, Payload::Inline(b""));
-        assert_eq!(channel.wait(Some(PATIENCE)).unwrap(), Some(7));
-        let (mut got, until) = (Vec::new(), Instant::now() + PATIENCE);
+        assert_eq!(channel.wait(Some(TIMEOUT)).unwrap(), Some(7));
+        let (mut got, until) = (Vec::new(), Instant::now() + TIMEOUT);
         while got.is_empty() && Instant::now() < until {
             waited.poll(&mut got, 1).unwrap();
         }
@@ -255,5 +255,5 @@ fn an_engine_that_fails_takes_the_device_with_it() {
     let mut out = Vec::new();
     assert!(matches!(side.cq.poll(&mut out, 1), Err(VerbsError::Closed)));
     assert!(matches!(device.async_event(), Err(VerbsError::Closed)));
-    assert!(matches!(side.channel.wait(Some(PATIENCE)), Err(VerbsError::Closed)));
+    assert!(matches!(side.channel.wait(Some(TIMEOUT)), Err(VerbsError::Closed)));
 }

@@ -13,7 +13,7 @@ mod events;
 mod rc_server;
 
 /// Longest time that anything takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn address() -> IpAddr {
     ferroce_loopback::address().into()
@@ -22,7 +22,7 @@ fn address() -> IpAddr {
 /// Sends messages by clients one after another. A server needs a moment until it listens.
 fn echoed(server: IpAddr, ended: &AtomicBool) {
     for message in ["hello", "once more"] {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             match crate::rc_client::run(address(), server, message.as_bytes()) {
                 Ok(answer) => {

@@ -134,7 +134,7 @@ fn a_connection_begun_before_the_first_iteration_has_its_whole_time() {
     let id = l.device.provider().cm_resolve(Some(l.addr), to).unwrap();
     let qp = l.qp();
     let params = ConnParams {
-        patience: Some(TIME),
+        timeout: Some(TIME),
         ..ConnParams::default()
     };
     l.device.provider().cm_connect(id, qp, &params).unwrap();

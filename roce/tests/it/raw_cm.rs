@@ -12,7 +12,7 @@ use roce::{
 const PORT: u16 = 7001;
 
 fn event(cm: &EventChannel) -> CmEvent {
-    cm.wait(Some(PATIENCE)).unwrap().expect("an event")
+    cm.wait(Some(TIMEOUT)).unwrap().expect("an event")
 }
 
 fn listen(cm: &EventChannel, space: PortSpace) -> Id {

@@ -29,7 +29,7 @@ const SERVICE: u16 = 7000;
 const SLOT: usize = 256;
 const SLOTS: usize = 16;
 /// Time after which an expected event counts as missing.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn address() -> IpAddr {
     ferroce_loopback::address().into()
@@ -278,7 +278,7 @@ fn pair(spin: SpinMode) -> (Running<Echo>, Running<Caller>, Receiver<Vec<u8>>) {
         listening.send(()).unwrap();
         echo
     });
-    is_up.recv_timeout(PATIENCE).unwrap();
+    is_up.recv_timeout(TIMEOUT).unwrap();
     let (heard, hears) = channel();
     let caller = run(spin, address(), Caller::start(addr, heard));
     (echo, caller, hears)
@@ -289,14 +289,14 @@ fn talk(spin: SpinMode, rounds: u32) -> (Counters, Counters) {
     for n in 0..rounds {
         let text = format!("message {n}").into_bytes();
         caller.handle.command(Ask::Say(text.clone()));
-        assert_eq!(hears.recv_timeout(PATIENCE).unwrap(), text);
+        assert_eq!(hears.recv_timeout(TIMEOUT).unwrap(), text);
     }
     // Several at once.
     for n in 0..8u8 {
         caller.handle.command(Ask::Say(vec![n; 100]));
     }
     for n in 0..8u8 {
-        assert_eq!(hears.recv_timeout(PATIENCE).unwrap(), [n; 100]);
+        assert_eq!(hears.recv_timeout(TIMEOUT).unwrap(), [n; 100]);
     }
     caller.handle.command(Ask::Stop);
     echo.handle.command(());
@@ -330,7 +330,7 @@ fn an_echo_answers_a_caller_that_spins() {
 fn a_loop_with_nothing_to_do_sleeps_without_end() {
     let (echo, caller, hears) = pair(SpinMode::Off);
     caller.handle.command(Ask::Say(b"up".to_vec()));
-    hears.recv_timeout(PATIENCE).unwrap();
+    hears.recv_timeout(TIMEOUT).unwrap();
     let before = echo.handle.rings();
     thread::sleep(Duration::from_millis(300));
     caller.handle.command(Ask::Stop);
@@ -452,7 +452,7 @@ impl Service for Listener {
 fn listen() -> (Running<Listener>, impl Fn() -> Heard) {
     let (told, hears) = channel();
     let running = run(SpinMode::Off, address(), Listener::start(told));
-    (running, move || hears.recv_timeout(PATIENCE).unwrap())
+    (running, move || hears.recv_timeout(TIMEOUT).unwrap())
 }
 
 fn stop(running: Running<Listener>) -> Listener {
@@ -493,7 +493,7 @@ fn jobs_are_done_beside_the_loop_and_their_results_arrive() {
     let jobs: Vec<_> = (0..100)
         .map(|n| {
             l.handle.command(Order::Job(n, begin.clone()));
-            begun.recv_timeout(PATIENCE).unwrap()
+            begun.recv_timeout(TIMEOUT).unwrap()
         })
         .collect();
     // Nothing is done before somebody does it, and the loop goes on meanwhile.

@@ -154,7 +154,7 @@ fn a_failure_writes_one_file_that_ends_with_it() {
     recorded.writes(3);
     let begin = Instant::now();
     Recorded::fails(&recorded.pair);
-    let Written { cause, result } = recorded.written.recv_timeout(PATIENCE).unwrap();
+    let Written { cause, result } = recorded.written.recv_timeout(TIMEOUT).unwrap();
     let (path, packets) = result.unwrap();
     assert_eq!((cause, good(&path)), (Cause::QueuePair, packets));
     assert!(ends_with_nak(&path));

@@ -64,7 +64,7 @@ fn hand_made(a: &Side, b: &Side, qp_type: QpType, srq: Option<&Srq>) -> (Qp, Qp)
 
 /// Waits for an asynchronous event of the device.
 fn async_event(side: &Side) -> AsyncEvent {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         if let Some(event) = side.device.async_event().unwrap() {
             return event;
@@ -102,7 +102,7 @@ fn unreliable_connections_send_and_write() {
     // Nobody hears of what is dropped: no receive, then all goes on.
     post(&qa, 7, SendOp::Send, Payload::Inline(b"lost"));
     a.good(1);
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while b.device.stats().port.transport.dropped_no_receive == 0 {
         assert!(Instant::now() < until);
         std::thread::sleep(Duration::from_millis(1));
@@ -354,7 +354,7 @@ impl roce::Persist for Gate {
         self.open
             .lock()
             .unwrap()
-            .recv_timeout(PATIENCE)
+            .recv_timeout(TIMEOUT)
             .expect("somebody opens it");
         self.ends.lock().unwrap().push("persistent");
         true
@@ -408,7 +408,7 @@ fn a_flush_that_takes_long_keeps_up_nobody_else() {
         SendOp::Write(remote(&gated.mr, 8)),
         Payload::Inline(b"behind"),
     );
-    gated.begun.recv_timeout(PATIENCE).unwrap();
+    gated.begun.recv_timeout(TIMEOUT).unwrap();
     let mb = b.mr(64);
     for i in 0..100 {
         post(
@@ -432,7 +432,7 @@ fn memory_is_not_given_back_before_what_makes_it_persistent_has_ended() {
     let (qa, _qb) = hand_made(&a, &b, QpType::Rc, None);
     let gated = gated(&b);
     post(&qa, 1, flush_of(&gated.mr), Payload::Sges(&[]));
-    gated.begun.recv_timeout(PATIENCE).unwrap();
+    gated.begun.recv_timeout(TIMEOUT).unwrap();
     let (mr, ends) = (gated.mr, gated.ends.clone());
     let back = std::thread::spawn(move || {
         mr.deregister().unwrap();
@@ -478,7 +478,7 @@ fn a_descriptor_tells_of_asynchronous_events() {
         .register(&mut mio::unix::SourceFd(&fd), mio::Token(0), mio::Interest::READABLE)
         .unwrap();
     let mut events = mio::Events::with_capacity(1);
-    poll.poll(&mut events, Some(PATIENCE)).unwrap();
+    poll.poll(&mut events, Some(TIMEOUT)).unwrap();
     assert!(!events.is_empty());
     let mut seen = vec![];
     while let Some(event) = b.device.async_event().unwrap() {

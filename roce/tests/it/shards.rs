@@ -12,7 +12,7 @@ use std::{
 };
 
 use crate::common::{
-    ALL, PATIENCE, address,
+    ALL, TIMEOUT, address,
     own_loop::{Loop, SERVICE},
 };
 use roce::{
@@ -55,7 +55,7 @@ fn turn(loops: &mut [&mut [Loop]]) {
 }
 
 fn until(loops: &mut [&mut [Loop]], what: &str, mut done: impl FnMut(&[&mut [Loop]]) -> bool) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     while !done(loops) {
         assert!(Instant::now() < end, "{what}");
         turn(loops);
@@ -428,7 +428,7 @@ fn forged_requests_are_not_placed_and_push_out_no_others() {
     for id in 0..50 {
         send_request(&peer, addr, id, 0x81);
     }
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     while counters(&mut l[0]).icrc_errors + counters(&mut l[1]).icrc_errors < 50 {
         assert!(Instant::now() < end, "packets with a wrong ICRC are not counted");
         turn(&mut [&mut l]);
@@ -462,7 +462,7 @@ fn what_arrives_at_the_wrong_loop_is_handed_over() {
     let management = packet(UD_SEND_ONLY, 1);
     send_merged(&socket, addr, &[second, first, second, management]);
     send_merged(&socket, addr, &[first, second]);
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     let settled = |l: &mut [Loop]| {
         let (a, b) = (counters(&mut l[0]), counters(&mut l[1]));
         (a.drop_no_qp, b.drop_no_qp, a.drop_qkey) == (2, 3, 1)
@@ -485,7 +485,7 @@ fn a_loop_that_does_not_turn_takes_no_more_than_fits() {
     let mut packets = vec![packet(RC_SEND_ONLY, 0x00_1234); 60];
     packets[0] = packet(RC_SEND_ONLY, 0x80_1234);
     let (sends, strays) = (20, 20 * 59);
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     for n in 1..=sends {
         send_merged(&socket, addr, &packets);
         while counters(&mut l[1]).drop_no_qp < n {

@@ -45,7 +45,7 @@ impl Sleeper {
             self.cq.arm(false).unwrap();
             let left = count - out.len();
             if self.cq.poll(&mut out, left).unwrap() == 0 {
-                assert!(self.channel.wait(Some(PATIENCE)).unwrap().is_some(), "nothing has come");
+                assert!(self.channel.wait(Some(TIMEOUT)).unwrap().is_some(), "nothing has come");
                 self.cq.poll(&mut out, left).unwrap();
             }
         }

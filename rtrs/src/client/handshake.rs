@@ -121,7 +121,7 @@ impl<U> Handshake<'_, '_, '_, U> {
             responder_resources: 0,
             initiator_depth: 0,
             // A kernel's server registers the memory of all its chunks before it answers, or says that it needs time.
-            patience: Some(self.config.connect_timeout),
+            timeout: Some(self.config.connect_timeout),
             ..ConnParams::default()
         };
         let conn = &self.path.conns[usize::from(cid)];

@@ -538,7 +538,7 @@ impl Path {
         match up.heartbeat.tick() {
             Beat::Send => self.send_heartbeat(env),
             Beat::Wait => {}
-            Beat::Lost => self.fail_path(PathError::HeartbeatLost(config.heartbeat.patience())),
+            Beat::Lost => self.fail_path(PathError::HeartbeatLost(config.heartbeat.timeout())),
         }
     }
 

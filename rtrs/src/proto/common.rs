@@ -160,7 +160,7 @@ impl SgDesc {
 pub struct Uuid(pub [u8; 16]);
 
 impl Uuid {
-    /// A new random one, of these dice.
+    /// A new random one, of this rng.
     pub fn draw(random: &mut dyn FnMut(&mut [u8])) -> Self {
         let mut b = [0; 16];
         random(&mut b);

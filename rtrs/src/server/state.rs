@@ -185,7 +185,7 @@ impl Phase {
         match pulse.heartbeat.tick() {
             Beat::Send => Ok(true),
             Beat::Wait => Ok(false),
-            Beat::Lost => Err(PathError::HeartbeatLost(config.patience())),
+            Beat::Lost => Err(PathError::HeartbeatLost(config.timeout())),
         }
     }
 

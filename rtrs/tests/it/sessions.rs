@@ -20,7 +20,7 @@ fn stress(session: &Session, rounds: usize, seed: u64) {
     let (tx, rx) = mpsc::channel();
     let mut busy: HashMap<usize, Option<Vec<u8>>> = HashMap::new();
     let settle = |busy: &mut HashMap<usize, Option<Vec<u8>>>| {
-        let (stripe, outcome): (usize, Outcome) = rx.recv_timeout(PATIENCE).expect("every request ends");
+        let (stripe, outcome): (usize, Outcome) = rx.recv_timeout(TIMEOUT).expect("every request ends");
         outcome.result.unwrap();
         if let Some(expected) = busy.remove(&stripe).unwrap() {
             let data = outcome.data.map_or(Vec::new(), |b| contents(&b));

@@ -442,9 +442,9 @@ fn nobody_listens_and_the_session_can_not_be_opened() {
 fn a_silent_server_is_given_up() {
     let mut pair = Pair::new(KeyMode::Instant, server(true));
     pair.open(|_| {});
-    let patience = SessionConfig::new("x", pair.path()).heartbeat.patience();
+    let timeout = SessionConfig::new("x", pair.path()).heartbeat.timeout();
     pair.deaf = true;
-    pair.pass(patience + Duration::from_secs(6));
+    pair.pass(timeout + Duration::from_secs(6));
     assert!(
         pair.told
             .iter()

@@ -19,7 +19,7 @@ use rtrs::{
 };
 
 /// Longest time that a step of a test may take.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Frequent heartbeats, and as many missed ones as a loaded machine takes.
 const HEARTBEAT: HeartbeatConfig = HeartbeatConfig {
@@ -29,7 +29,7 @@ const HEARTBEAT: HeartbeatConfig = HeartbeatConfig {
 
 /// Waits for something that must come; fails the test if it does not.
 pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !cond() {
         assert!(Instant::now() < deadline, "{what}: did not come");
         thread::sleep(Duration::from_millis(5));
@@ -157,7 +157,7 @@ impl Bed {
     pub(crate) fn args(&self, name: &str, connections: u16) -> SessionConfig {
         SessionConfig {
             connections,
-            connect_timeout: PATIENCE,
+            connect_timeout: TIMEOUT,
             heartbeat: HEARTBEAT,
             ..SessionConfig::new(name, self.path)
         }

@@ -10,7 +10,7 @@
 #include <rdma/rdma_cma.h>
 #include <stdbool.h>
 
-enum { MOST = 128, SECOND = 1000, PATIENCE = 30 * SECOND };
+enum { MOST = 128, SECOND = 1000, TIMEOUT = 30 * SECOND };
 
 static const char *address;
 static struct rdma_event_channel *ours, *theirs;
@@ -28,7 +28,7 @@ static struct rdma_cm_id *next(struct rdma_event_channel *on, enum rdma_cm_event
 	struct rdma_cm_event *event;
 	struct rdma_cm_id *id;
 
-	MUST(poll(&ready, 1, PATIENCE) == 1 && !rdma_get_cm_event(on, &event));
+	MUST(poll(&ready, 1, TIMEOUT) == 1 && !rdma_get_cm_event(on, &event));
 	if (event->event != kind) {
 		fprintf(stderr, "%s (%d), not %s\n", rdma_event_str(event->event), event->status, rdma_event_str(kind));
 		exit(1);
@@ -68,9 +68,9 @@ static void connect_all(struct rdma_cm_id **clients, int count, enum rdma_port_s
 {
 	for (int i = 0; i < count; i++) {
 		MUST(!rdma_create_id(theirs, &clients[i], NULL, space));
-		MUST(!rdma_resolve_addr(clients[i], NULL, (struct sockaddr *)&to, PATIENCE));
+		MUST(!rdma_resolve_addr(clients[i], NULL, (struct sockaddr *)&to, TIMEOUT));
 		next(theirs, RDMA_CM_EVENT_ADDR_RESOLVED);
-		MUST(!rdma_resolve_route(clients[i], PATIENCE));
+		MUST(!rdma_resolve_route(clients[i], TIMEOUT));
 		next(theirs, RDMA_CM_EVENT_ROUTE_RESOLVED);
 		MUST(!rdma_create_qp(clients[i], NULL, &how));
 	}

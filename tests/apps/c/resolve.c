@@ -11,7 +11,7 @@
 #include <poll.h>
 #include <rdma/rdma_cma.h>
 
-enum { SECOND = 1000, PATIENCE = 30 * SECOND };
+enum { SECOND = 1000, TIMEOUT = 30 * SECOND };
 
 static const char *present, *absent, *late, *command;
 
@@ -40,7 +40,7 @@ static void ends(struct rdma_event_channel *on, struct rdma_cm_id *id, enum rdma
 	struct pollfd ready = { .fd = on->fd, .events = POLLIN };
 	struct rdma_cm_event *event;
 
-	MUST(poll(&ready, 1, PATIENCE) == 1 && !rdma_get_cm_event(on, &event));
+	MUST(poll(&ready, 1, TIMEOUT) == 1 && !rdma_get_cm_event(on, &event));
 	if (event->event != kind || event->status != status) {
 		fprintf(stderr, "%s (%d), not %s (%d)\n", rdma_event_str(event->event), event->status,
 			rdma_event_str(kind), status);
@@ -57,9 +57,9 @@ static void hosts_that_exist_are_resolved(void)
 
 	/* The second time its link address is known. */
 	for (int i = 0; i < 2; i++) {
-		id = resolve(on, NULL, present, PATIENCE);
+		id = resolve(on, NULL, present, TIMEOUT);
 		ends(on, id, RDMA_CM_EVENT_ADDR_RESOLVED, 0);
-		MUST(!rdma_resolve_route(id, PATIENCE));
+		MUST(!rdma_resolve_route(id, TIMEOUT));
 		ends(on, id, RDMA_CM_EVENT_ROUTE_RESOLVED, 0);
 		MUST(!rdma_destroy_id(id));
 	}
@@ -78,11 +78,11 @@ static void hosts_that_do_not_exist_end_with_the_timeout(void)
 	ends(on, quick, RDMA_CM_EVENT_ADDR_ERROR, -ETIMEDOUT);
 	MUST(now() - begin >= SECOND / 2);
 	ends(on, slow, RDMA_CM_EVENT_ADDR_ERROR, -ETIMEDOUT);
-	MUST(now() - begin >= 2 * SECOND && now() - begin < PATIENCE);
+	MUST(now() - begin >= 2 * SECOND && now() - begin < TIMEOUT);
 	resolve(on, slow, absent, 0);
 	ends(on, slow, RDMA_CM_EVENT_ADDR_ERROR, -ETIMEDOUT);
 	/* An identifier can try another host then. */
-	resolve(on, quick, present, PATIENCE);
+	resolve(on, quick, present, TIMEOUT);
 	ends(on, quick, RDMA_CM_EVENT_ADDR_RESOLVED, 0);
 	MUST(!rdma_destroy_id(slow) && !rdma_destroy_id(quick));
 	rdma_destroy_event_channel(on);
@@ -91,7 +91,7 @@ static void hosts_that_do_not_exist_end_with_the_timeout(void)
 static void hosts_that_come_later_are_resolved(void)
 {
 	struct rdma_event_channel *on = rdma_create_event_channel();
-	struct rdma_cm_id *id = resolve(on, NULL, late, PATIENCE);
+	struct rdma_cm_id *id = resolve(on, NULL, late, TIMEOUT);
 
 	usleep(SECOND * 1000 / 2);
 	MUST(!system(command));
@@ -103,10 +103,10 @@ static void hosts_that_come_later_are_resolved(void)
 static void identifiers_that_are_being_resolved_can_be_destroyed(void)
 {
 	struct rdma_event_channel *on = rdma_create_event_channel();
-	struct rdma_cm_id *id = resolve(on, NULL, absent, PATIENCE), *other = resolve(on, NULL, absent, -1);
+	struct rdma_cm_id *id = resolve(on, NULL, absent, TIMEOUT), *other = resolve(on, NULL, absent, -1);
 
 	MUST(!rdma_destroy_id(id) && !rdma_destroy_id(other));
-	id = resolve(on, NULL, present, PATIENCE);
+	id = resolve(on, NULL, present, TIMEOUT);
 	ends(on, id, RDMA_CM_EVENT_ADDR_RESOLVED, 0);
 	MUST(!rdma_destroy_id(id));
 	rdma_destroy_event_channel(on);

@@ -46,7 +46,7 @@ const NEEDS: [(&str, &str); 3] = [
     ("/usr/share/doc/libclang-dev/copyright", "libclang-dev"),
 ];
 /// How long one may take to build, in seconds.
-const PATIENCE: &str = "1800";
+const TIMEOUT: &str = "1800";
 
 /// The crates that a run has built.
 pub(crate) struct Crates {
@@ -133,7 +133,7 @@ impl Crates {
 
     fn cargo(&self, task: &str, dir: &Path) -> Command {
         let mut command = Command::new("timeout");
-        command.arg(PATIENCE).arg(&self.cargo).arg(task).current_dir(dir);
+        command.arg(TIMEOUT).arg(&self.cargo).arg(task).current_dir(dir);
         command
     }
 }

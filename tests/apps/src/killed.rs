@@ -21,7 +21,7 @@ use crate::{
 const DELAYS: [u64; 6] = [5, 15, 30, 60, 120, 250];
 /// How long the other one may take. QP timeouts of the programs come to at most 35 s (2.1 s, 8 times, with twice that for
 /// the last on a busy machine), RDMA_CM's to 10 s for each of two messages.
-const PATIENCE: Duration = Duration::from_secs(90);
+const TIMEOUT: Duration = Duration::from_secs(90);
 /// Said of a survivor that has not ended.
 const STAYS: &str = "does not end";
 /// The capture of each side, by its process.
@@ -220,8 +220,8 @@ fn once(setup: &Setup, case: &Case, dir: &Path, kill: Kill, ms: u64) -> Result<S
     victim.kill();
     // A server whose client was killed before it knew of it has no reason to end: it takes another one.
     let may_wait = other == Side::Server && kill.moment == Moment::Connecting;
-    let patience = if may_wait { PATIENCE / 3 } else { PATIENCE };
-    let mut status = survivor.wait(Instant::now() + patience).map_err(|e| e.to_string())?;
+    let timeout = if may_wait { TIMEOUT / 3 } else { TIMEOUT };
+    let mut status = survivor.wait(Instant::now() + timeout).map_err(|e| e.to_string())?;
     if status.is_none() && may_wait {
         status = serve_another(start(&case.client, "another")?, survivor)?;
     }
@@ -235,7 +235,7 @@ fn once(setup: &Setup, case: &Case, dir: &Path, kill: Kill, ms: u64) -> Result<S
 fn serve_another(mut client: Group, server: &mut Group) -> Result<Option<ExitStatus>> {
     thread::sleep(Duration::from_secs(5));
     client.kill();
-    server.wait(Instant::now() + PATIENCE).map_err(|e| e.to_string())
+    server.wait(Instant::now() + TIMEOUT).map_err(|e| e.to_string())
 }
 
 #[cfg(test)]

@@ -286,6 +286,7 @@ fn memcheck() -> Vec<Case> {
             "rping -s -a {addr} -p {port} -C 20 -V",
             "rping -c -a {addr} -p {port} -C 20 -V",
         )
+        // Calls of libibverbs are under memcheck in tests/contract/tests/library.rs.
         .ci(),
         cm(
             "ucmatose",
@@ -293,7 +294,7 @@ fn memcheck() -> Vec<Case> {
             "ucmatose -s {addr} -p {port}",
         ),
         cm("udaddy", "udaddy -b {addr}", "udaddy -s {addr}"),
-        part.ci(),
+        part,
         python,
     ];
     let under = |case: Case| Case {

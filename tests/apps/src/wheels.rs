@@ -22,7 +22,7 @@ use crate::{Result, cases::Case};
 const PACKAGE: &str = "python3-venv";
 const PYTHON: &str = "/usr/bin/python3";
 /// How long pip may take, in seconds.
-const PATIENCE: &str = "900";
+const TIMEOUT: &str = "900";
 /// What more than one needs.
 const NUMPY: &str = "numpy==2.4.6";
 
@@ -88,7 +88,7 @@ impl Environment {
         };
         self.made.get_or_init(made).clone()?;
         let mut command = Command::new("timeout");
-        command.arg(PATIENCE).arg(self.dir.join("bin/pip")).args([
+        command.arg(TIMEOUT).arg(self.dir.join("bin/pip")).args([
             "install",
             "--quiet",
             "--disable-pip-version-check",

@@ -18,7 +18,7 @@ use roce_verbs::{
 use crate::{Pair, Side};
 
 /// How long anything may take before it is called lost.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes of a host's region.
 pub const LEN: usize = 1 << 20;
 /// The rights of a host's region.
@@ -190,7 +190,7 @@ impl Bed {
     /// # Panics
     /// When it does not come.
     pub fn wait<T>(&mut self, what: &str, mut look: impl FnMut(&mut Self) -> Option<T>) -> T {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         loop {
             if let Some(found) = look(self) {
                 return found;

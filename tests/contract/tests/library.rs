@@ -11,7 +11,7 @@ use std::{
 const SUITE: &str = env!("CARGO_BIN_EXE_provider-contract");
 const SUITE_NAME: &str = "provider-contract";
 /// How long a run may take, seconds: some twenty times as long as it does.
-const PATIENCE: &str = "600";
+const TIME_LIMIT: &str = "600";
 /// User without rights, if we have some: `nobody`.
 const NOBODY: u32 = 65534;
 /// Leaks and errors end it with this status.
@@ -81,7 +81,7 @@ impl Place {
     fn run(&self, under: &[&str], addrs: &[String]) {
         let mut command = as_nobody();
         command
-            .args(["timeout", PATIENCE])
+            .args(["timeout", TIME_LIMIT])
             .arg(self.0.path().join("ferroce"))
             .arg("run")
             .args(addrs.iter().flat_map(|addr| ["--addr", addr]))

@@ -11,7 +11,7 @@ use ferroce_tests::{
     device::image,
     fresh_address,
     network::{Cut, Network},
-    process::{PATIENCE, Running},
+    process::{Running, TIMEOUT},
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -220,7 +220,7 @@ fn a_session_with_a_path_over_rdma_and_one_in_software_goes_on_by_either() {
             map.event("path_down");
             (0..BLOCKS / 4).for_each(|_| checked.works());
             network.mend(cable);
-            let end = Instant::now() + PATIENCE;
+            let end = Instant::now() + TIMEOUT;
             while paths(&mut map).iter().any(|path| path["state"] != "connected") {
                 assert!(Instant::now() < end, "cable {cable}, {how:?}: it does not come back");
                 thread::sleep(Duration::from_millis(50));

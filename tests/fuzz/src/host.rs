@@ -47,8 +47,8 @@ pub(crate) struct Host<U> {
     now: Instant,
 }
 
-fn no_dice(_: &mut [u8]) {
-    panic!("the server throws no dice");
+fn no_random(_: &mut [u8]) {
+    panic!("the server asks for no random bytes");
 }
 
 impl<U: User> Host<U> {
@@ -58,7 +58,7 @@ impl<U: User> Host<U> {
         let mut cx = Cx {
             now,
             provider: &mut provider,
-            random: &mut no_dice,
+            random: &mut no_random,
         };
         let (server, _) = Server::listen(&mut cx, config).expect("a server");
         let listener = *provider.cms.keys().next().expect("a listener");
@@ -75,7 +75,7 @@ impl<U: User> Host<U> {
         let mut cx = Cx {
             now: self.now,
             provider: &mut self.provider,
-            random: &mut no_dice,
+            random: &mut no_random,
         };
         f(&mut self.server, &mut cx, &mut self.user)
     }

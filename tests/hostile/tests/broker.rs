@@ -12,7 +12,7 @@ use ferroce_hostile::{
     forge::{Forger, Identifications, Kind},
     origin::Origin,
 };
-use ferroce_tests::{ferroce, fresh_address, process::PATIENCE};
+use ferroce_tests::{ferroce, fresh_address, process::TIMEOUT};
 use roce::{Device, DeviceConfig, JoinConfig, QpCaps, QpInit};
 
 /// Bits of a queue pair number, and of a communication ID, that say which process it belongs to, as long as few share the
@@ -67,7 +67,7 @@ fn replies_that_nobody_asked_for_end_no_connections() {
     drop(leaves);
     // Six times each, the last after some seconds: until it has been quiet for longer than the pause between two.
     let (started, mut last, mut seen) = (Instant::now(), Instant::now(), before.clone());
-    while last.elapsed() < Duration::from_secs(6) && started.elapsed() < PATIENCE {
+    while last.elapsed() < Duration::from_secs(6) && started.elapsed() < TIMEOUT {
         let now = victim.look().unwrap();
         if *now != seen {
             (seen, last) = (now.clone(), Instant::now());

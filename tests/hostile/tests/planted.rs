@@ -17,7 +17,7 @@ use ferroce_hostile::{
 };
 use ferroce_tests::{
     device::{Pair, map},
-    process::PATIENCE,
+    process::TIMEOUT,
 };
 
 const DISK: usize = 64 << 20;
@@ -34,7 +34,7 @@ fn nothing_comes_of(at_server: &[Plant], at_client: &[Plant]) {
     let load = Load::start(&pair.socket, 2).unwrap();
     // Queue pair numbers are no secret. Here a capture shows them.
     let bulk = |qp: &&QueuePair| qp.longest >= BULK && qp.packets > 64;
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     let known = loop {
         let known = queue_pairs(&capture).unwrap_or_default();
         let ends = [pair.server, pair.client].map(|end| known.iter().filter(bulk).any(|qp| qp.local == end));

@@ -360,8 +360,8 @@ static void wait_for(int s, const char *word)
 /* Both say that they are ready until they hear it. */
 static void meet(int s, const struct address *to)
 {
-	struct timeval patience = { .tv_usec = 300000 };
-	setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+	struct timeval timeout = { .tv_usec = 300000 };
+	setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
 	for (int tries = 0;; tries++) {
 		send_to(s, "ready", 5, to);
 		if (recv(s, back, sizeof back, 0) > 0)

@@ -15,7 +15,7 @@ use std::{
 /// Environment variable by which a run's processes are found.
 const MARK: &str = "FERROCE_CLEANUP_TEST";
 /// For whatever must happen in the end, on however slow a machine.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 fn lab() -> PathBuf {
     let default = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/lab");
@@ -23,9 +23,9 @@ fn lab() -> PathBuf {
 }
 
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while !done() {
-        assert!(Instant::now() < until, "not within {PATIENCE:?}: {what}");
+        assert!(Instant::now() < until, "not within {TIMEOUT:?}: {what}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

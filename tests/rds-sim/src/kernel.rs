@@ -143,7 +143,7 @@ impl Kernel {
         ConnParams {
             private_data,
             retry_count: 1,
-            patience: Some(Duration::from_secs(100)),
+            timeout: Some(Duration::from_secs(100)),
             tos: Some(0),
             min_rnr_timer: Some(RnrTimer::new(10)),
             ..ConnParams::default()

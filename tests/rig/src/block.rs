@@ -14,7 +14,7 @@ use tempfile::TempDir;
 /// Bytes of a [`Loop`].
 const LEN: usize = 8 << 20;
 /// What must have happened by then, or it will not.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A loop device of 8 MiB full of sevens, until it is dropped.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ impl Loop {
         let dir = tempfile::tempdir().expect("a folder for the image");
         let image = dir.path().join("i");
         fs::write(&image, vec![7; LEN]).expect("an image");
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             let out = Command::new("losetup")
                 .args(["--find", "--show"])

@@ -64,7 +64,7 @@ pub(crate) struct Machines {
     pub(crate) client: Client,
     pub(crate) seats: BTreeMap<SessionId, Seat>,
     pub(crate) shops: Vec<Option<Shop>>,
-    dice: StdRng,
+    rng: StdRng,
     jobs: u64,
     helper: Sender<Job>,
     myself: Handle<Task, Memory>,
@@ -77,11 +77,11 @@ impl Machines {
         turn: &mut TurnCx<'_, Memory>,
         f: impl FnOnce(&mut Client, &mut Vec<Option<Shop>>, &mut Cx<'_>) -> T,
     ) -> T {
-        let dice = &mut self.dice;
+        let rng = &mut self.rng;
         let mut cx = Cx {
             now: turn.now,
             provider: turn.device.provider(),
-            random: &mut |out: &mut [u8]| dice.fill_bytes(out),
+            random: &mut |out: &mut [u8]| rng.fill_bytes(out),
         };
         f(&mut self.client, &mut self.shops, &mut cx)
     }
@@ -279,7 +279,7 @@ impl Host {
                 client: Client::new(),
                 seats: BTreeMap::new(),
                 shops: Vec::new(),
-                dice: StdRng::from_seed(seed),
+                rng: StdRng::from_seed(seed),
                 jobs: 0,
                 helper,
                 myself,

@@ -3,7 +3,7 @@
 use std::{fmt, time::Duration};
 
 use ferroce_wire::{
-    lane::{Burst, Conditions, Line},
+    direction::{Burst, Conditions, Line},
     wire::{End, Wire},
 };
 use rand::{

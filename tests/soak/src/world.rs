@@ -4,7 +4,7 @@ use std::{fs::File, io, path::PathBuf};
 
 use ferroce_tests::{process::Running, usage::Usage};
 use ferroce_wire::{
-    lane::{Conditions, Counters},
+    direction::{Conditions, Counters},
     wire::{End, Wire, WireConfig},
 };
 use nix::sys::signal::Signal;
@@ -276,10 +276,10 @@ impl World {
             .collect()
     }
 
-    /// All lanes together, and how many frames are under way.
+    /// All directions together, and how many frames are under way.
     pub(crate) fn counters(&self) -> (Counters, usize) {
-        let lanes = (0..NETWORKS).flat_map(|network| End::BOTH.map(|from| self.wire.counters(network, from)));
-        lanes.fold((Counters::default(), 0), |(mut sum, under_way), (counters, more)| {
+        let directions = (0..NETWORKS).flat_map(|network| End::BOTH.map(|from| self.wire.counters(network, from)));
+        directions.fold((Counters::default(), 0), |(mut sum, under_way), (counters, more)| {
             sum.add(&counters);
             (sum, under_way + more)
         })

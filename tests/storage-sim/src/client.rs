@@ -66,7 +66,7 @@ pub(crate) struct ClientPlan {
     /// Probability at each operation that it unmaps the device.
     pub(crate) unmaps: f64,
     /// How long it waits for a session that is lost, nanoseconds.
-    pub(crate) patience: u64,
+    pub(crate) timeout: u64,
     /// Paths that there may be.
     pub(crate) ways: Vec<PathAddr>,
     /// Probability at each operation that it gives a command for its paths.
@@ -373,7 +373,7 @@ impl ClientSide {
     fn serve(&mut self, cx: &mut Cx<'_>, session: SessionId, env: &mut ClientEnv<'_>) -> Check {
         let now = cx.now.as_nanos();
         if self.rnbd.rtrs().state(session).is_err() {
-            let until = *self.down_since.get_or_insert(now) + self.plan.patience;
+            let until = *self.down_since.get_or_insert(now) + self.plan.timeout;
             if self.plan.config.max_reconnects == 0 || now >= until {
                 self.close(cx, session);
                 return Ok(());

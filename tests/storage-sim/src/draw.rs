@@ -135,7 +135,7 @@ fn client_plan(server: IpAddr, devices: usize, client: usize, scale: u32, rng: &
         think: rng.pick(&[0, 0, MS, 10 * MS]),
         leaves: rng.pick(&[0.0, 0.0, 0.01]),
         unmaps: rng.pick(&[0.0, 0.0, 0.01]),
-        patience: rng.pick(&[SEC, 8 * SEC, 20 * SEC]),
+        timeout: rng.pick(&[SEC, 8 * SEC, 20 * SEC]),
         ways: Vec::new(),
         commands: 0.0,
         on_loss: OnLoss::Error,

@@ -23,7 +23,7 @@ use ferroce_tests::{
     eventually, fresh_address,
     nbd::Client,
     pattern,
-    process::{Finished, PATIENCE, Running, run},
+    process::{Finished, Running, TIMEOUT, run},
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -142,7 +142,7 @@ struct Line {
 impl Line {
     fn to(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         let stream = BufReader::new(stream);
         Self { stream }
     }

@@ -5,7 +5,7 @@ use super::*;
 /// Returns an HTTP server's answer to a request.
 fn http(at: SocketAddr, request: &str) -> String {
     let mut stream = TcpStream::connect(at).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();

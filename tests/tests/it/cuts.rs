@@ -16,7 +16,7 @@ use ferroce_tests::{
     nbd::Client,
     network::{Cut, Network},
     pattern,
-    process::{PATIENCE, Running},
+    process::{Running, TIMEOUT},
 };
 use serde_json::{Value, json};
 
@@ -181,7 +181,7 @@ impl Lab {
     }
 
     fn until_both_are_up(&mut self) {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while self.paths().iter().any(|path| path["state"] != "connected") {
             assert!(Instant::now() < end, "the path does not come back");
             thread::sleep(Duration::from_millis(50));
@@ -195,7 +195,7 @@ impl Lab {
             path["reads"].as_u64().unwrap() + path["writes"].as_u64().unwrap()
         };
         let before = requests(self.paths());
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while requests(self.paths()) <= before + 10 {
             assert!(Instant::now() < end, "the path is not used again");
             thread::sleep(Duration::from_millis(20));
@@ -304,7 +304,7 @@ fn held(process: &mut Running, request: &str) -> Held {
 
 /// Returns the number of threads once the one has ended that has answered. Those for jobs and io_uring's exit when they are idle.
 fn threads(folder: &Path) -> usize {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         let tasks = fs::read_dir(folder.join("task")).unwrap();
         // A thread may end in between.
@@ -342,7 +342,7 @@ fn flaps_leave_nothing_behind() {
         longest = longest.max(lab.flap(n % 2, hows[n % 4], Load::Both).0);
     }
     // The server may be about to let go of what a lost path had.
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         let after = [held(&mut lab.map, "stats"), held(&mut lab.serve, "server_stats")];
         if after == before {

@@ -13,7 +13,7 @@ use ferroce_tests::{
     eventually, fresh_address,
     nbd::{self, Client, EIO, ENOSPC, EPERM, Error},
     pattern,
-    process::{PATIENCE, Running, run},
+    process::{Running, TIMEOUT, run},
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -89,7 +89,7 @@ impl Lab {
     }
 
     fn try_client(&self, name: &str) -> std::io::Result<Client> {
-        Client::connect_to(&self.socket(), name, PATIENCE)
+        Client::connect_to(&self.socket(), name, TIMEOUT)
     }
 
     /// A device as the mapping lists it.

@@ -7,7 +7,7 @@ use ferroce_tests::{
     ferroce, fresh_address,
     nbd::{self, Client, EIO, ENOSPC, ESHUTDOWN, Error},
     pattern,
-    process::{Finished, PATIENCE, Running, run},
+    process::{Finished, Running, TIMEOUT, run},
 };
 use nix::sys::signal::Signal;
 
@@ -70,7 +70,7 @@ fn ctrl_c_ends_the_wait_for_an_answer() {
         &["--connect-timeout", "3600"],
     );
     let map = Running::start(&args);
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     // Looking by binding it could keep the program from it.
     while roce_net::holder::port_holders(ours.into(), 4791).is_empty() {
         assert!(Instant::now() < until, "{}", map.stderr());
@@ -271,7 +271,7 @@ const LARGE: usize = 4 << 30;
 
 /// Writes and flushes until it fails, telling `go` after a few blocks; how many were flushed, and how it failed.
 fn write_until_it_fails(client: &mut Client, go: &mpsc::Sender<()>) -> (u64, nbd::Error) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     let mut flushed = 0;
     loop {
         assert!(Instant::now() < end, "writes go on although the peer is dead");

@@ -15,7 +15,7 @@ use ferroce_tests::{
     ferroce, fresh_address,
     nbd::Client,
     preload::compile,
-    process::{PATIENCE, Running},
+    process::{Running, TIMEOUT},
 };
 use nix::{sys::signal::Signal, sys::stat::Mode, unistd::mkfifo};
 
@@ -108,11 +108,11 @@ impl Slow {
             slow.event("mapped");
         }
         for name in &names {
-            let mut client = Client::connect_to(&socket, name, PATIENCE).unwrap();
+            let mut client = Client::connect_to(&socket, name, TIMEOUT).unwrap();
             client.write(0, &[1; 512]).unwrap();
         }
         slow.signal(Signal::SIGKILL);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.log("begins").is_empty() {
             assert!(Instant::now() < until, "no sync at close");
             thread::sleep(Duration::from_millis(5));
@@ -156,7 +156,7 @@ fn many_slow_files_are_closed_outside_of_the_loop() {
     slow.release();
     drop(client);
     assert_eq!(mapped.stop().code, Some(0));
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while slow.log("ends").len() < FILES {
         assert!(
             Instant::now() < until,
@@ -244,7 +244,7 @@ fn a_reader_that_does_not_read_keeps_neither_clients_nor_the_end() {
             &["--stats-interval", "0.01"],
         ));
     let serve = Running::start_command(command, "serve that nobody reads".into());
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while roce_net::holder::port_holders(addr.into(), 4791).is_empty() {
         assert!(Instant::now() < until, "{}", serve.stderr());
         thread::sleep(Duration::from_millis(5));

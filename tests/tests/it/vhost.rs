@@ -15,7 +15,7 @@ use ferroce_tests::{
     eventually, fresh_address,
     nbd::Client,
     pattern,
-    process::{PATIENCE, Running, run},
+    process::{Running, TIMEOUT, run},
     vhost::{BUFFERS, FAR, Guest, HIGH, QUEUE, REGION, Segment, WRITE, kind},
 };
 use nix::sys::signal::Signal;
@@ -70,7 +70,7 @@ impl Lab {
     }
 
     fn nbd(&self) -> Client {
-        Client::connect_to(&self.dir.path().join("nbd"), "", PATIENCE).unwrap()
+        Client::connect_to(&self.dir.path().join("nbd"), "", TIMEOUT).unwrap()
     }
 
     /// A guest with a ring.

@@ -8,8 +8,8 @@
 //! The namespaces have no names. They go with the wire and with the processes in them. A command at an end, with what it
 //! starts, is a [`group::Group`].
 
+pub mod direction;
 pub mod group;
-pub mod lane;
 pub mod namespace;
 pub mod tap;
 pub mod wire;

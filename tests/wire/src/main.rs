@@ -13,8 +13,8 @@ use std::{
 
 use clap::Parser;
 use ferroce_wire::{
+    direction::{Burst, Conditions, Line},
     group::Group,
-    lane::{Burst, Conditions, Line},
     wire::{End, Wire, WireConfig},
 };
 use serde_json::{Map, Value, json};

@@ -15,7 +15,7 @@ use nix::{
 };
 
 use crate::{
-    lane::{Conditions, Counters, Lane},
+    direction::{Conditions, Counters, Direction},
     namespace::Namespace,
     tap::Tap,
 };
@@ -69,13 +69,13 @@ impl Default for WireConfig {
     }
 }
 
-/// The two lanes of each network, by the end that frames come from.
-type Lanes = Mutex<Vec<[Lane; 2]>>;
+/// The two directions of each network, by the end that frames come from.
+type Directions = Mutex<Vec<[Direction; 2]>>;
 
 /// A running wire. All ends with it.
 pub struct Wire {
     namespaces: [Namespace; 2],
-    lanes: Arc<Lanes>,
+    directions: Arc<Directions>,
     /// Wakes the thread; closed, it ends.
     waker: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
@@ -90,22 +90,22 @@ impl Wire {
     pub fn start(config: &WireConfig) -> io::Result<Self> {
         let namespaces = [Namespace::new()?, Namespace::new()?];
         let mut taps = Vec::new();
-        let mut lanes = Vec::new();
+        let mut directions = Vec::new();
         for network in 0..config.networks {
             taps.push([
                 interface(&namespaces[0], network, End::A, config.mtu)?,
                 interface(&namespaces[1], network, End::B, config.mtu)?,
             ]);
             let seed = config.seed.wrapping_add(u64::from(network) << 1);
-            lanes.push([Lane::new(seed), Lane::new(seed.wrapping_add(1 << 32))]);
+            directions.push([Direction::new(seed), Direction::new(seed.wrapping_add(1 << 32))]);
         }
-        let lanes = Arc::new(Mutex::new(lanes));
+        let directions = Arc::new(Mutex::new(directions));
         let (waker, wakened) = UnixStream::pair()?;
         wakened.set_nonblocking(true)?;
         waker.set_nonblocking(true)?;
         let carrier = Carrier {
             taps,
-            lanes: lanes.clone(),
+            directions: directions.clone(),
             wakened,
             begun: Instant::now(),
         };
@@ -114,7 +114,7 @@ impl Wire {
             .spawn(move || carrier.run())?;
         Ok(Self {
             namespaces,
-            lanes,
+            directions,
             waker: Some(waker),
             thread: Some(thread),
         })
@@ -132,7 +132,7 @@ impl Wire {
 
     /// How many networks there are.
     pub fn networks(&self) -> u8 {
-        self.lanes().len() as u8
+        self.directions().len() as u8
     }
 
     /// Changes what frames from this end meet on a network.
@@ -140,7 +140,7 @@ impl Wire {
     /// # Panics
     /// When there is no such network.
     pub fn set(&self, network: u8, from: End, conditions: Conditions) {
-        self.lanes()[usize::from(network)][from.index()].set(conditions);
+        self.directions()[usize::from(network)][from.index()].set(conditions);
     }
 
     /// What frames from this end meet on a network.
@@ -148,7 +148,7 @@ impl Wire {
     /// # Panics
     /// When there is no such network.
     pub fn conditions(&self, network: u8, from: End) -> Conditions {
-        self.lanes()[usize::from(network)][from.index()].conditions()
+        self.directions()[usize::from(network)][from.index()].conditions()
     }
 
     /// What became of frames from this end on a network, and how many are under way.
@@ -156,9 +156,9 @@ impl Wire {
     /// # Panics
     /// When there is no such network.
     pub fn counters(&self, network: u8, from: End) -> (Counters, usize) {
-        let lanes = self.lanes();
-        let lane = &lanes[usize::from(network)][from.index()];
-        (lane.counters(), lane.under_way())
+        let directions = self.directions();
+        let direction = &directions[usize::from(network)][from.index()];
+        (direction.counters(), direction.under_way())
     }
 
     /// Whether the thread runs, as it does unless the kernel refused to go on.
@@ -166,8 +166,8 @@ impl Wire {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    fn lanes(&self) -> MutexGuard<'_, Vec<[Lane; 2]>> {
-        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+    fn directions(&self) -> MutexGuard<'_, Vec<[Direction; 2]>> {
+        self.directions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -195,7 +195,7 @@ fn interface(namespace: &Namespace, network: u8, end: End, mtu: u32) -> io::Resu
 /// What the thread has.
 struct Carrier {
     taps: Vec<[Tap; 2]>,
-    lanes: Arc<Lanes>,
+    directions: Arc<Directions>,
     wakened: UnixStream,
     begun: Instant,
 }
@@ -204,7 +204,7 @@ impl Carrier {
     fn run(self) {
         let mut buffer = vec![0; LONGEST];
         loop {
-            let due = self.lock().iter().flatten().filter_map(Lane::next_due).min();
+            let due = self.lock().iter().flatten().filter_map(Direction::next_due).min();
             let Ok(readable) = self.wait(due) else {
                 break;
             };
@@ -214,16 +214,16 @@ impl Carrier {
             {
                 break;
             }
-            let mut lanes = self.lock();
+            let mut directions = self.lock();
             for (n, _) in readable[1..].iter().enumerate().filter(|(_, readable)| **readable) {
-                self.take(&mut lanes, n, &mut buffer);
+                self.take(&mut directions, n, &mut buffer);
             }
-            self.deliver(&mut lanes);
+            self.deliver(&mut directions);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<[Lane; 2]>> {
-        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Vec<[Direction; 2]>> {
+        self.directions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until there is a frame, one is due, or the wire is to end: what can be read, the waker first and then each network's ends.
@@ -240,24 +240,24 @@ impl Carrier {
     }
 
     /// Takes frames from the n-th interface.
-    fn take(&self, lanes: &mut [[Lane; 2]], n: usize, buffer: &mut [u8]) {
+    fn take(&self, directions: &mut [[Direction; 2]], n: usize, buffer: &mut [u8]) {
         let (network, end) = (n / 2, n % 2);
         for _ in 0..BATCH {
             // An interface that is down has nothing either.
             let Ok(len) = self.taps[network][end].read(buffer) else {
                 break;
             };
-            lanes[network][end].push(self.begun.elapsed(), buffer[..len].to_vec());
+            directions[network][end].push(self.begun.elapsed(), buffer[..len].to_vec());
         }
     }
 
     /// Brings what is due to the other ends.
-    fn deliver(&self, lanes: &mut [[Lane; 2]]) {
+    fn deliver(&self, directions: &mut [[Direction; 2]]) {
         let now = self.begun.elapsed();
-        for (taps, lanes) in self.taps.iter().zip(lanes) {
-            for (end, lane) in lanes.iter_mut().enumerate() {
-                while let Some(frame) = lane.pop(now) {
-                    lane.came_out(taps[1 - end].write(&frame).is_ok());
+        for (taps, directions) in self.taps.iter().zip(directions) {
+            for (end, direction) in directions.iter_mut().enumerate() {
+                while let Some(frame) = direction.pop(now) {
+                    direction.came_out(taps[1 - end].write(&frame).is_ok());
                 }
             }
         }

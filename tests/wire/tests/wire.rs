@@ -7,7 +7,7 @@ use std::{
 };
 
 use ferroce_wire::{
-    lane::{Burst, Conditions, Counters},
+    direction::{Burst, Conditions, Counters},
     wire::{End, Wire, WireConfig},
 };
 

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{PATIENCE, SIZE, Server, pattern};
+use crate::common::{SIZE, Server, TIMEOUT, pattern};
 use rnbd_client::{AsyncDisk, Disk, Errno, OpenError};
 
 #[test]
@@ -119,7 +119,7 @@ fn a_server_that_ends_ends_operations_and_says_so() {
     let options = server.options("s", "disk").heartbeat(Duration::from_millis(100));
     let disk = options.max_reconnects(0).open().unwrap();
     server.end();
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     let why = loop {
         match disk.write_at(&[1; 512], 0) {
             Err(why) => break why,

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{PATIENCE, SIZE, Server, pattern};
+use crate::common::{SIZE, Server, TIMEOUT, pattern};
 use mio::{Events, Interest, Poll, Token, unix::SourceFd};
 use rnbd_client::{DiskEvent, DiskLoop, OpenError, Request};
 
@@ -26,7 +26,7 @@ impl Loop {
         poll.registry()
             .register(&mut SourceFd(&fd), Token(0), Interest::READABLE)
             .unwrap();
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         Self { poll, disk, until }
     }
 

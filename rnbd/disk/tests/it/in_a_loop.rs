@@ -10,7 +10,7 @@ use std::{
     thread,
 };
 
-use crate::common::{Case, Ended, MIB, PATIENCE, SESSION, config, everywhere, operation, take};
+use crate::common::{Case, Ended, MIB, SESSION, TIMEOUT, config, everywhere, operation, take};
 use rnbd::{
     Errno,
     block::BlockOp,
@@ -112,7 +112,7 @@ impl Service for Server {
 
 fn run(handle: &Handle<Order, ()>, told: &Receiver<Ended>, ticket: u32, op: BlockOp, offset: u64, len: u64) {
     handle.command(Order::Do(ticket, op, offset, len));
-    let ended = told.recv_timeout(PATIENCE).expect("the loop wakes up");
+    let ended = told.recv_timeout(TIMEOUT).expect("the loop wakes up");
     assert_eq!(ended, (ticket, Ok(())));
 }
 
@@ -154,7 +154,7 @@ fn the_disk_wakes_a_loop_that_sleeps() {
             }
             // One that fails, and many at once.
             handle.command(Order::Do(1000, BlockOp::Read, MIB, 512));
-            assert_eq!(told.recv_timeout(PATIENCE).unwrap(), (1000, Err(Errno::EIO)));
+            assert_eq!(told.recv_timeout(TIMEOUT).unwrap(), (1000, Err(Errno::EIO)));
             for n in 0..500 {
                 let op = if n % 5 == 0 { BlockOp::Flush } else { write(n % 3 == 0) };
                 handle.command(Order::Do(2000 + n, op, u64::from(n) % 200 * 4096, 4096));

@@ -33,7 +33,7 @@ use rtrs::{addr::PathAddr, client::SessionConfig, server::ServerConfig};
 
 pub(crate) const MIB: u64 = 1 << 20;
 /// Longest time that a step of a test may take.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn device_config(addr: IpAddr) -> DeviceConfig {
     DeviceConfig::new(addr)
@@ -45,7 +45,7 @@ pub(crate) fn device(addr: IpAddr) -> LocalDevice {
 
 /// Waits for something that must come.
 pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !cond() {
         assert!(Instant::now() < deadline, "{what}: did not come");
         thread::sleep(Duration::from_millis(5));
@@ -190,7 +190,7 @@ impl Lab {
     /// Configuration of a client on an address of its own.
     pub(crate) fn config(&self, session: &str, name: &str) -> MapConfig {
         let session_config = SessionConfig {
-            connect_timeout: PATIENCE,
+            connect_timeout: TIMEOUT,
             ..SessionConfig::new(session, self.path())
         };
         let socket = self
@@ -208,7 +208,7 @@ impl Lab {
 
     pub(crate) fn try_map(&self, config: MapConfig) -> Result<Mapped, MapFailure> {
         let mut map = self.begin(config);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             assert!(Instant::now() < deadline, "no device");
             match map.mapping.next(Duration::from_millis(100)) {
@@ -299,7 +299,7 @@ impl Mapped {
     }
 
     pub(crate) fn until_ended(&mut self) -> Result<(), MapFailure> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             assert!(Instant::now() < deadline, "it does not end");
             if let Some(MapEvent::Ended(result)) = self.mapping.next(Duration::from_millis(100)) {
@@ -397,7 +397,7 @@ impl Client {
 
     pub(crate) fn raw(path: &Path) -> Self {
         let s = UnixStream::connect(path).unwrap();
-        s.set_read_timeout(Some(PATIENCE)).unwrap();
+        s.set_read_timeout(Some(TIMEOUT)).unwrap();
         Self::over(s)
     }
 

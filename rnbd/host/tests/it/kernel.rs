@@ -35,7 +35,7 @@ impl Kernel {
         let path = lab.path();
         let config = SessionConfig {
             connections: CONNECTIONS,
-            connect_timeout: crate::common::PATIENCE,
+            connect_timeout: crate::common::TIMEOUT,
             ..SessionConfig::new(name, path)
         };
         Session::open(&Host::open(path.src.unwrap()), config).map(Self)
@@ -273,7 +273,7 @@ fn devices_come_and_go_while_others_are_used() {
 #[test]
 fn a_server_ends_while_clients_come_and_work() {
     for _ in 0..3 {
-        let mut lab = Lab::on_loops(3, |c| c.grace = 100 * crate::common::PATIENCE);
+        let mut lab = Lab::on_loops(3, |c| c.grace = 100 * crate::common::TIMEOUT);
         let workers: Vec<Kernel> = (0..3)
             .map(|n| Kernel::new(&lab, &format!("worker {n}")).unwrap())
             .collect();

@@ -2,7 +2,7 @@
 
 use std::{fs, thread};
 
-use crate::common::{Lab, MIB, Mapped, PATIENCE, eventually};
+use crate::common::{Lab, MIB, Mapped, TIMEOUT, eventually};
 use ferroce_rig::{Host, Session};
 use rnbd::nbd::proto::{cmd, cmd_flag};
 use roce::LocalDevice;
@@ -20,7 +20,7 @@ fn session(lab: &Lab, name: &str) -> Result<Session, rtrs::Error> {
     let path = lab.path();
     let config = SessionConfig {
         connections: 3,
-        connect_timeout: PATIENCE,
+        connect_timeout: TIMEOUT,
         ..SessionConfig::new(name, path)
     };
     Session::open(&Host::open(path.src.unwrap()), config)

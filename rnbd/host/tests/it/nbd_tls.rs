@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{Client, Lab, MIB, PATIENCE, Served, eventually, sector, serve_with};
+use crate::common::{Client, Lab, MIB, Served, TIMEOUT, eventually, sector, serve_with};
 use ferroce_rig::certificates::Authority;
 use rnbd::{
     nbd::proto::{cmd, opt, rep},
@@ -379,7 +379,7 @@ fn tcp(address: &NbdAddress) -> TcpStream {
         panic!("{address:?}")
     };
     let stream = TcpStream::connect(at).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     stream
 }
 
@@ -603,7 +603,7 @@ fn time_to_read<S: Read + Write>(connect: impl Fn() -> S, config: &Arc<ClientCon
         leave(c);
     };
     while catch_unwind(AssertUnwindSafe(attempt)).is_err() {
-        assert!(begun.elapsed() < PATIENCE, "nobody gets in");
+        assert!(begun.elapsed() < TIMEOUT, "nobody gets in");
     }
     begun.elapsed()
 }

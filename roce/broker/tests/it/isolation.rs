@@ -22,7 +22,7 @@ use roce_broker::{
 };
 
 /// Time after which an expected event counts as missing.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const BROKER: &str = env!("CARGO_BIN_EXE_roce-broker");
 /// The address to open, for a member's process.
 const ADDR: &str = "TEST_ADDR";
@@ -101,7 +101,7 @@ impl Drop for Place {
 }
 
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !holds() {
         assert!(Instant::now() < deadline, "never: {what}");
         thread::sleep(Duration::from_millis(20));

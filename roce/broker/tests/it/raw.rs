@@ -13,7 +13,7 @@ use rustix::net::{
 };
 
 /// Time after which an expected answer counts as missing.
-const PATIENCE: Duration = Duration::from_secs(180);
+const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Connection to the broker that sends any message.
 pub(crate) struct Raw(OwnedFd);
@@ -28,7 +28,7 @@ impl Raw {
     pub(crate) fn try_at(dir: &Path) -> rustix::io::Result<Self> {
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None)?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(dir.join("broker.sock"))?)?;
-        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE))?;
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(TIMEOUT))?;
         Ok(Self(socket))
     }
 
@@ -101,7 +101,7 @@ impl RawPage {
 
 /// The descriptor that a broker gives to systemd, among what it tells.
 pub(crate) fn deposited(notify: &UnixDatagram) -> OwnedFd {
-    notify.set_read_timeout(Some(PATIENCE)).unwrap();
+    notify.set_read_timeout(Some(TIMEOUT)).unwrap();
     loop {
         let mut text = [0; 256];
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

@@ -60,7 +60,7 @@ pub(crate) fn shorten_slice() {
 }
 
 /// Longest time that [`Thread::finish`] waits.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 type Work = Box<dyn FnOnce() + Send>;
 
@@ -109,7 +109,7 @@ impl Thread {
         if self.id() == thread::current().id() || take(&self.work).is_some() {
             return true;
         }
-        match self.alive.recv_timeout(PATIENCE) {
+        match self.alive.recv_timeout(TIMEOUT) {
             Err(RecvTimeoutError::Timeout) => false,
             // The rest of the thread needs no lock of the dynamic linker.
             _ => self.handle.join().is_ok(),

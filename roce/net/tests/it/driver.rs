@@ -28,7 +28,7 @@ const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
     .union(AccessFlags::REMOTE_WRITE)
     .union(AccessFlags::REMOTE_READ)
     .union(AccessFlags::REMOTE_ATOMIC);
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Default)]
 struct Sink {
@@ -166,7 +166,7 @@ fn host(oddity: Oddity, driver: DriverConfig) -> Host {
 
 /// Waits until that is so.
 fn wait_until(mut is_so: impl FnMut() -> bool) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while !is_so() {
         assert!(Instant::now() < until, "it does not come");
         thread::sleep(Duration::from_millis(1));

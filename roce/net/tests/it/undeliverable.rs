@@ -9,7 +9,7 @@ use roce_bth::ROCE_UDP_PORT;
 use roce_net::{DEFAULT_HOP_LIMIT, Datapath, Train, UdpConfig, UdpDatapath, wait_readable};
 use roce_verbs::provider::NoAnswer;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 struct Bench {
     path: UdpDatapath,
@@ -64,7 +64,7 @@ fn an_error_of_a_management_datagram_makes_a_descriptor_ready_and_quotes_it() {
     bench.path.hear_undeliverable(true);
     let packet: Vec<u8> = (0..280).map(|n| n as u8).collect();
     bench.send(port, &packet);
-    assert!(bench.is_ready(PATIENCE));
+    assert!(bench.is_ready(TIMEOUT));
     let nobody = bench.nobody;
     assert_eq!(bench.heard(), [(nobody, NoAnswer::PortUnreachable, packet.clone())]);
     // An error that is pending keeps no further packet from being sent.
@@ -100,7 +100,7 @@ fn errors_of_data_are_not_heard() {
     }
     // Loopback has delivered the errors by now. That of a management datagram comes behind them.
     bench.send(mad_port, &[8; 64]);
-    assert!(bench.is_ready(PATIENCE));
+    assert!(bench.is_ready(TIMEOUT));
     assert_eq!(
         bench
             .heard()

@@ -65,7 +65,7 @@ pub struct CmConfig {
     pub first_retry: Duration,
     /// Time after which an unanswered REQ, REP or DREQ fails, even if retries are left.
     ///
-    /// [`ConnParams::patience`] overrides it for a REQ. An MRA restarts it at the end of the service timeout. A peer's
+    /// [`ConnParams::timeout`] overrides it for a REQ. An MRA restarts it at the end of the service timeout. A peer's
     /// request waits as long for the consumer, or longer if the peer repeats it; a REP whose REQ is repeated waits as long as
     /// that REQ says.
     pub give_up: Duration,

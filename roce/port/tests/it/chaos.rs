@@ -167,9 +167,9 @@ impl Consumers {
                 ..Seen::default()
             };
             assert!(self.seen[side].insert(conn, seen).is_none(), "{context}");
-            let patience = if self.calm { 1000 } else { 12_000 };
+            let delay = if self.calm { 1000 } else { 12_000 };
             let act = if w.rng.chance(15) { Act::Reject } else { Act::Accept };
-            self.later(w, side, Some(conn), patience, act);
+            self.later(w, side, Some(conn), delay, act);
             if w.rng.chance(10) {
                 self.later(w, side, Some(conn), 8000, Act::Data);
             }
@@ -193,9 +193,9 @@ impl Consumers {
             Event::Reply { .. } => {
                 assert!(!seen.passive && !seen.replied && seen.ends == 0, "{context}");
                 seen.replied = true;
-                let patience = if self.calm { 500 } else { 6000 };
+                let delay = if self.calm { 500 } else { 6000 };
                 let act = if w.rng.chance(10) { Act::QpFailed } else { Act::QpReady };
-                answer = Some((patience, act));
+                answer = Some((delay, act));
             }
             Event::Established { .. } => {
                 assert!(seen.passive && !seen.established && seen.ends == 0, "{context}");
@@ -218,8 +218,8 @@ impl Consumers {
             }
         }
         assert!(seen.ends <= 1 && seen.timewait_exits <= 1, "{context}");
-        if let Some((patience, act)) = answer {
-            self.later(w, side, Some(conn), patience, act);
+        if let Some((delay, act)) = answer {
+            self.later(w, side, Some(conn), delay, act);
         }
     }
 

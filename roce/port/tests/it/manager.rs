@@ -146,7 +146,7 @@ fn unanswered_request_is_repeated_and_given_up() {
 fn who_connects_says_how_long_to_wait() {
     let (mut w, _) = listening();
     let mut a = args(0x11);
-    a.params.patience = Some(Duration::from_secs(30));
+    a.params.timeout = Some(Duration::from_secs(30));
     w.faults.loss = 100;
     let c = w.m[C].connect(w.now, &a).unwrap();
     w.run_for(Duration::from_secs(25));

@@ -235,12 +235,12 @@ fn a_gap_is_not_told_by_a_nak() {
     let len = 256 * 40;
     let (src, dst) = (p.a.filled(len, 2), p.b.region(len));
     p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
-    let mut dice = ChaCha8Rng::seed_from_u64(3);
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
     let mut naks = 0;
     p.run_with(LONG, |dir, packet| {
         let aeth = packet.header.aeth().map(|aeth| aeth.syndrome);
         naks += u32::from(aeth == Some(Syndrome::Nak(NakCode::PsnSequenceError)));
-        match dir == Dir::AtoB && dice.random_bool(0.2) {
+        match dir == Dir::AtoB && rng.random_bool(0.2) {
             true => Fate::Drop,
             false => Fate::Deliver,
         }
@@ -263,12 +263,12 @@ fn no_more_is_sent_again_than_was_lost() {
         for n in 0..4 {
             p.a.send(n, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
         }
-        let mut dice = ChaCha8Rng::seed_from_u64(seed);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let (mut lost, mut acks) = (0, BTreeSet::new());
         p.run_with(LONG, |dir, packet| {
             let header = &Header::from(packet.header);
             acks.insert(header.bth.opcode.info().class == Class::SelectiveAcknowledge);
-            if dir == Dir::AtoB && dice.random_bool(0.03) {
+            if dir == Dir::AtoB && rng.random_bool(0.03) {
                 lost += 1;
                 return Fate::Drop;
             }

@@ -114,7 +114,7 @@ struct Link {
     rtt: u64,
     /// Random losses, of a million packets.
     loss: u64,
-    dice: u64,
+    rng: u64,
 }
 
 impl Link {
@@ -125,24 +125,24 @@ impl Link {
             busy: 0,
             rtt: rtt.as_nanos() as u64,
             loss: 0,
-            dice: 1,
+            rng: 1,
         }
     }
 
-    fn dice(&mut self) -> u64 {
+    fn rng(&mut self) -> u64 {
         // Knuth's MMIX generator.
-        self.dice = self
-            .dice
+        self.rng = self
+            .rng
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
-        self.dice >> 33
+        self.rng >> 33
     }
 
     fn send(&mut self, now: u64, flow: usize) {
         // No two packets of two senders keep step for long on real machines.
-        let jitter = self.dice() % 20_000;
+        let jitter = self.rng() % 20_000;
         let waiting = self.busy.saturating_sub(now) * RATE / 1_000_000_000;
-        let lost = waiting > QUEUE || self.dice() % 1_000_000 < self.loss;
+        let lost = waiting > QUEUE || self.rng() % 1_000_000 < self.loss;
         if waiting <= QUEUE {
             self.busy = self.busy.max(now) + PACKET as u64 * 1_000_000_000 / RATE;
         }

@@ -33,7 +33,7 @@ impl World {
         blind.answered.push((self.now, h, id));
         let connections = blind.strays.iter().filter(|s| s.what != Held::Question);
         let held = connections.filter(|s| s.host == h).count();
-        let (choice, patience) = match blind.effort.fills_backlogs() {
+        let (choice, delay) = match blind.effort.fills_backlogs() {
             // The backlog bounds how many are held.
             true => (1, 2 * SEC),
             false if held >= MOST => (0, 0),
@@ -58,7 +58,7 @@ impl World {
             what,
         });
         self.blind = Some(blind);
-        self.schedule(patience, "dismiss", move |w| w.dismiss(h, id));
+        self.schedule(delay, "dismiss", move |w| w.dismiss(h, id));
         if let Some(qpn) = qpn {
             // A request that can't be accepted any more is dismissed all the same.
             let _ = self.hosts[h].port.accept_qp(now, id, qpn, params);

@@ -19,7 +19,7 @@ pub struct ConnParams {
     pub rnr_retry_count: u8,
     /// How long a connect may stay without any answer; `None`: as the connection manager has it (in software 10 s). In
     /// software its retries end after about a minute; a connection manager of hardware goes by its own times.
-    pub patience: Option<Duration>,
+    pub timeout: Option<Duration>,
     /// Type of service (IPv4) or traffic class (IPv6) of the queue pair's packets: DSCP and ECN bits. A connect tells it to
     /// the peer, whose packets have it as well if its accept has `None`. `None` in a connect: 0.
     pub tos: Option<u8>,
@@ -35,7 +35,7 @@ impl Default for ConnParams {
             initiator_depth: 16,
             retry_count: 7,
             rnr_retry_count: 7,
-            patience: None,
+            timeout: None,
             tos: None,
             min_rnr_timer: None,
         }

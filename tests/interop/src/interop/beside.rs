@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// How long the other process may take when this one is done.
-const PATIENCE: Duration = Duration::from_secs(1800);
+const TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// The other process.
 pub(crate) struct Beside {
@@ -73,7 +73,7 @@ impl Beside {
 
     /// Waits for its end. What it did not come to is as if it had not been run here.
     pub(crate) fn finish(mut self, scenarios: &[Scenario]) -> Result<Vec<Outcome>, Error> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.process.running() && Instant::now() < until && lab::check_stop().is_ok() {
             self.tell();
             std::thread::sleep(Duration::from_millis(200));

@@ -125,22 +125,22 @@ impl Far {
     }
 
     /// Waits for the command daemon.
-    pub(crate) fn wait_up(&self, patience: Duration) -> Result<(), Error> {
-        self.wait_up_while(patience, || Ok(()))
+    pub(crate) fn wait_up(&self, timeout: Duration) -> Result<(), Error> {
+        self.wait_up_while(timeout, || Ok(()))
     }
 
     /// The same, unless `hope` finds it in vain.
     pub(crate) fn wait_up_while(
         &self,
-        patience: Duration,
+        timeout: Duration,
         mut hope: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         while !self.is_up() {
             check_stop()?;
             hope()?;
             if Instant::now() > until {
-                return Err(format!("no host-agent on {} within {patience:?}", self.daemon()?).into());
+                return Err(format!("no host-agent on {} within {timeout:?}", self.daemon()?).into());
             }
             std::thread::sleep(Duration::from_millis(300));
         }

@@ -420,15 +420,15 @@ impl Proc {
     }
 
     /// Waits until the output contains `what`.
-    pub(crate) fn wait_for(&mut self, what: &str, patience: Duration) -> Result<(), Error> {
+    pub(crate) fn wait_for(&mut self, what: &str, timeout: Duration) -> Result<(), Error> {
         let log = self.log.clone();
-        self.wait_until(patience, || text_of(&log).contains(what))
+        self.wait_until(timeout, || text_of(&log).contains(what))
             .map_err(|e| format!("no {what:?}: {e}").into())
     }
 
     /// Waits until `done`, which must come before the process ends.
-    pub(crate) fn wait_until(&mut self, patience: Duration, mut done: impl FnMut() -> bool) -> Result<(), Error> {
-        let until = Instant::now() + patience;
+    pub(crate) fn wait_until(&mut self, timeout: Duration, mut done: impl FnMut() -> bool) -> Result<(), Error> {
+        let until = Instant::now() + timeout;
         loop {
             check_stop()?;
             let ended = !self.running();
@@ -439,15 +439,15 @@ impl Proc {
                 return Err(format!("{} ended early:\n{}", self.name, self.text()).into());
             }
             if Instant::now() > until {
-                return Err(format!("{}: not within {patience:?}:\n{}", self.name, self.text()).into());
+                return Err(format!("{}: not within {timeout:?}:\n{}", self.name, self.text()).into());
             }
             std::thread::sleep(Duration::from_millis(30));
         }
     }
 
     /// Waits for the end; an error unless the exit status is 0.
-    pub(crate) fn finish(&mut self, patience: Duration) -> Result<String, Error> {
-        let status = self.wait(patience)?;
+    pub(crate) fn finish(&mut self, timeout: Duration) -> Result<String, Error> {
+        let status = self.wait(timeout)?;
         let text = self.text();
         if status.success() {
             Ok(text)
@@ -457,26 +457,26 @@ impl Proc {
     }
 
     /// Waits for the end, whatever the exit status, even if the user wants to stop.
-    pub(crate) fn wait_gone(&mut self, patience: Duration) -> Result<(), Error> {
-        let until = Instant::now() + patience;
+    pub(crate) fn wait_gone(&mut self, timeout: Duration) -> Result<(), Error> {
+        let until = Instant::now() + timeout;
         while self.running() {
             if Instant::now() > until {
-                return Err(format!("{} {STILL_RUNS} {patience:?}:\n{}", self.name, self.text()).into());
+                return Err(format!("{} {STILL_RUNS} {timeout:?}:\n{}", self.name, self.text()).into());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())
     }
 
-    fn wait(&mut self, patience: Duration) -> Result<ExitStatus, Error> {
-        let until = Instant::now() + patience;
+    fn wait(&mut self, timeout: Duration) -> Result<ExitStatus, Error> {
+        let until = Instant::now() + timeout;
         loop {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(status);
             }
             check_stop()?;
             if Instant::now() > until {
-                return Err(format!("{} {STILL_RUNS} {patience:?}:\n{}", self.name, self.text()).into());
+                return Err(format!("{} {STILL_RUNS} {timeout:?}:\n{}", self.name, self.text()).into());
             }
             std::thread::sleep(Duration::from_millis(20));
         }

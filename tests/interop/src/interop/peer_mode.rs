@@ -199,8 +199,8 @@ impl Peer {
             Some(target) => Some(Started::by_ssh(cli, target, host, &places.logs)?),
             None => None,
         };
-        let patience = Duration::from_secs(cli.peer_wait.max(if started.is_some() { 120 } else { 0 }));
-        let up = far.wait_up_while(patience, || match &mut started {
+        let timeout = Duration::from_secs(cli.peer_wait.max(if started.is_some() { 120 } else { 0 }));
+        let up = far.wait_up_while(timeout, || match &mut started {
             Some(s) => s.ssh.still_runs(),
             None => Ok(()),
         });

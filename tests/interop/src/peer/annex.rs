@@ -32,7 +32,7 @@ enum Rxe {
 }
 
 const SIZE: u32 = 64 << 10;
-const PATIENCE_MS: u32 = 60_000;
+const TIMEOUT_MS: u32 = 60_000;
 // Numbers of ibv_wc_opcode.
 const WC_SEND: u32 = 0;
 const WC_WRITE: u32 = 1;
@@ -337,7 +337,7 @@ impl<'a> Pair<'a> {
 
     /// Takes the completions of the requests from `first` on, all of which succeed, with these opcodes.
     fn all_done(&mut self, first: u64, opcodes: &[u32]) -> Result<(), Error> {
-        let wcs = self.asks.poll('s', opcodes.len(), PATIENCE_MS)?;
+        let wcs = self.asks.poll('s', opcodes.len(), TIMEOUT_MS)?;
         let right = |(n, (wc, op)): (u64, (&crate::agent::AgentWc, &u32))| {
             wc.wr_id == first + n && wc.status == 0 && wc.opcode == *op
         };
@@ -373,7 +373,7 @@ impl<'a> Pair<'a> {
 
     /// The completion of a request, and the states of the queue pairs.
     fn ends(&mut self, case: &Case, expected: End) -> Result<(), Error> {
-        let [wc] = self.asks.poll('s', 1, PATIENCE_MS)?[..] else {
+        let [wc] = self.asks.poll('s', 1, TIMEOUT_MS)?[..] else {
             return Err("no completion".into());
         };
         if status_name(wc.status) != expected.status() {
@@ -511,7 +511,7 @@ impl<'a> Pair<'a> {
         // Many times the RNR timer.
         std::thread::sleep(Duration::from_millis(300));
         self.answers.recv(0, self.sink.id, 4096, 64)?;
-        let wcs = self.asks.poll('s', 2, PATIENCE_MS)?;
+        let wcs = self.asks.poll('s', 2, TIMEOUT_MS)?;
         let statuses: Vec<String> = wcs.iter().map(|wc| status_name(wc.status)).collect();
         match statuses.iter().map(String::as_str).collect::<Vec<_>>()[..] {
             ["SUCCESS", "REM_ACCESS_ERR"] => Ok(()),

@@ -98,10 +98,10 @@ pub(crate) fn run(provider: &Device, local: IpAddr, args: &Args) -> Result<(), E
     let listener = current.clone();
     let (mut established, mut hold) = (false, args.hold);
     loop {
-        let patience = hold
+        let timeout = hold
             .filter(|_| established)
             .map_or(Duration::from_secs(90), Duration::from_millis);
-        let Some(CmEvent { id, kind, .. }) = channel.wait(Some(patience))? else {
+        let Some(CmEvent { id, kind, .. }) = channel.wait(Some(timeout))? else {
             if established && hold.take().is_some() {
                 current.disconnect()?;
                 continue;

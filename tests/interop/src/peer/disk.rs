@@ -46,7 +46,7 @@ const LARGEST: usize = 256 << 10;
 const DEPTH: usize = 16;
 const STEPS: usize = 600;
 /// How long the device may take for a request.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What a step does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -147,7 +147,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
 }
 
 fn work(socket: &Path, steps: &[Step], left: &Left) -> Result<(), Error> {
-    let mut client = Client::connect_to(socket, "", PATIENCE)?;
+    let mut client = Client::connect_to(socket, "", TIMEOUT)?;
     if client.size < SIZE as u64 {
         return Err(format!("the device has {} bytes; it takes {SIZE}", client.size).into());
     }

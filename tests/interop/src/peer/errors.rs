@@ -49,7 +49,7 @@ const REMOTE_WRITE: u32 = 2;
 const REMOTE_READ: u32 = 4;
 const REMOTE_ATOMIC: u32 = 8;
 /// How long a completion may take; retries of all cases end well before.
-const PATIENCE_MS: u32 = 60_000;
+const TIMEOUT_MS: u32 = 60_000;
 /// How long one is waited for that shall not come: ten times what seven retries would take.
 const ENDLESS_MS: u32 = 8_000;
 
@@ -471,7 +471,7 @@ impl<'a> Pair<'a> {
         let comes = expected.map_or(!case.endless, |e| !e.requester.iter().any(|s| s == NONE));
         let sends = self
             .requester
-            .poll('s', taken, if comes { PATIENCE_MS } else { ENDLESS_MS })?;
+            .poll('s', taken, if comes { TIMEOUT_MS } else { ENDLESS_MS })?;
         if sends.windows(2).any(|w| w[0].wr_id >= w[1].wr_id) {
             return Err(format!("{}: completions out of order: {sends:?}", case.name).into());
         }
@@ -488,7 +488,7 @@ impl<'a> Pair<'a> {
         };
         if case.twist != Twist::Destroyed {
             let sure = expected.map_or(0, |e| e.responder.len());
-            let mut recvs = self.responder.poll('r', sure, PATIENCE_MS)?;
+            let mut recvs = self.responder.poll('r', sure, TIMEOUT_MS)?;
             // More than expected would come now.
             recvs.extend(
                 self.responder

@@ -125,12 +125,12 @@ impl Link {
     }
 
     /// Waits for one completion of a queue.
-    pub(crate) fn wait_one(cq: &Cq, patience: Duration) -> Result<Completion, Error> {
+    pub(crate) fn wait_one(cq: &Cq, timeout: Duration) -> Result<Completion, Error> {
         let mut out = Vec::with_capacity(1);
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         while cq.poll(&mut out, 1)? == 0 {
             if Instant::now() > until {
-                return Err(format!("no completion within {patience:?}").into());
+                return Err(format!("no completion within {timeout:?}").into());
             }
             std::hint::spin_loop();
         }

@@ -20,7 +20,7 @@ use crate::{
 const OUR_QP: u32 = 0x1234;
 /// The first PSN of both ends.
 pub(crate) const FIRST: Psn = Psn::new(100);
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The sockets of our end.
 pub(crate) struct Sockets {
@@ -93,7 +93,7 @@ impl<'a> Line<'a> {
 
     /// The headers of the next packet for our queue pair.
     pub(crate) fn next(&self) -> Result<Header, Error> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         let mut buffer = [0; 2048];
         while Instant::now() < until {
             let len = match self.sockets.input.recv(&mut buffer) {
@@ -106,6 +106,6 @@ impl<'a> Line<'a> {
                 return Ok(header);
             }
         }
-        Err(format!("no packet within {PATIENCE:?}").into())
+        Err(format!("no packet within {TIMEOUT:?}").into())
     }
 }

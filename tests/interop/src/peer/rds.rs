@@ -9,7 +9,7 @@ use roce::DatapathKind;
 use crate::Error;
 
 /// How long a message may take there and back: the other end is an emulated machine.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Bytes of memory that each side offers.
 const RDMA_LEN: usize = 60_000;
 
@@ -74,24 +74,24 @@ fn bound(node: &RdsNode, port: u16) -> Result<Socket, Error> {
 
 fn serve(socket: &Socket, args: &Args) -> Result<(), Error> {
     for _ in &args.lens {
-        let message = socket.recv_timeout(PATIENCE)?;
+        let message = socket.recv_timeout(TIMEOUT)?;
         socket.send_to(&message.data, message.from)?;
         println!("{} bytes from {}", message.data.len(), message.from);
     }
-    Ok(socket.flush(PATIENCE)?)
+    Ok(socket.flush(TIMEOUT)?)
 }
 
 fn call(socket: &Socket, peer: IpAddr, args: &Args) -> Result<(), Error> {
     for len in &args.lens {
         let data: Vec<u8> = (0..*len).map(|i| (i * 7 + len) as u8).collect();
         socket.send_to(&data, (peer, args.port).into())?;
-        let answer = socket.recv_timeout(PATIENCE)?;
+        let answer = socket.recv_timeout(TIMEOUT)?;
         if answer.data != data {
             return Err(format!("{len} bytes sent, other {} came back", answer.data.len()).into());
         }
         println!("{len} bytes came back from {}", answer.from);
     }
-    Ok(socket.flush(PATIENCE)?)
+    Ok(socket.flush(TIMEOUT)?)
 }
 
 /// Bytes of the memory that a step is to find, as the program in the guest makes them.
@@ -113,7 +113,7 @@ fn check(buffer: &Buffer, seed: usize, what: &str) -> Result<(), Error> {
 
 /// The other end is `rds-rdma` in a guest.
 fn rdma(socket: &Socket) -> Result<(), Error> {
-    let offer = socket.recv_timeout(PATIENCE)?;
+    let offer = socket.recv_timeout(TIMEOUT)?;
     let (peer, cookie) = (offer.from, offer.cookie.ok_or("the message has no cookie")?);
     println!("{peer} offers {cookie}");
     let buffer = Buffer::new(RDMA_LEN)?;
@@ -136,11 +136,11 @@ fn rdma(socket: &Socket) -> Result<(), Error> {
     let region = socket.register(&ours, rights)?;
     socket.send_cookie_to(b"offer", region.cookie(), peer)?;
     for text in ["read", "wrote"] {
-        let message = socket.recv_timeout(PATIENCE)?;
+        let message = socket.recv_timeout(TIMEOUT)?;
         if message.data != text.as_bytes() {
             return Err(format!("{message:?} came instead of `{text}`").into());
         }
     }
     check(&ours, 4, "WRITE of the kernel")?;
-    Ok(socket.flush(PATIENCE)?)
+    Ok(socket.flush(TIMEOUT)?)
 }

@@ -20,7 +20,7 @@ const FIRST_REJECTED: u8 = 101;
 const REJECT: [u8; 4] = [1, 0, 0, 0];
 /// Time in which the kernel asks again, if it does: it waits a second at most.
 const AGAIN: Duration = Duration::from_secs(4);
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Version and minor versions of a request, version of the answer; `None`: rejected.
 const VERSIONS: [([u8; 2], u16, Option<[u8; 2]>); 12] = [
@@ -91,7 +91,7 @@ fn offer(device: &Device, local: IpAddr, args: &Args, private_data: Vec<u8>) -> 
     };
     let far = SocketAddr::new(args.to.into(), PORT);
     let id = device.connect(&channel, Some(local), far, &link.qp, params)?;
-    match channel.wait(Some(PATIENCE))?.map(|event| event.kind) {
+    match channel.wait(Some(TIMEOUT))?.map(|event| event.kind) {
         Some(CmEventKind::Established { private_data, .. }) => {
             id.disconnect()?;
             Ok(private_data.get(8..10).and_then(|version| version.try_into().ok()))
@@ -118,7 +118,7 @@ fn reject_all(device: &Device, local: IpAddr) -> Result<(), Error> {
     println!("waiting");
     let silent = REJECTS[REJECTS.len() - 1].0;
     let mut requests: BTreeMap<u8, u32> = BTreeMap::new();
-    let mut until = Instant::now() + PATIENCE;
+    let mut until = Instant::now() + TIMEOUT;
     while let Some(left) = until.checked_duration_since(Instant::now()) {
         let Some(event) = channel.wait(Some(left))? else { break };
         let CmEventKind::Request { private_data, .. } = event.kind else {

@@ -34,7 +34,7 @@ pub(crate) struct Args {
 }
 
 /// How long the peer may take for anything.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Bytes of `struct rping_rdma_info`: address, rkey, size, all big-endian.
 const INFO: usize = 16;
@@ -106,7 +106,7 @@ impl Side {
             payload: Payload::Sges(sges),
         };
         self.link.qp.post_send(&[wr]).map_err(|(_, e)| e)?;
-        match Link::wait_one(&self.link.send_cq, PATIENCE)?.status {
+        match Link::wait_one(&self.link.send_cq, TIMEOUT)?.status {
             WcStatus::Success => Ok(true),
             WcStatus::FlushError => Ok(false),
             other => Err(format!("send queue: {other:?}").into()),
@@ -115,7 +115,7 @@ impl Side {
 
     /// Takes one message; `None` when the peer has disconnected.
     fn take(&self) -> Result<Option<(RemoteAddr, usize)>, Error> {
-        self.took(Link::wait_one(&self.link.recv_cq, PATIENCE)?)
+        self.took(Link::wait_one(&self.link.recv_cq, TIMEOUT)?)
     }
 
     fn took(&self, wc: Completion) -> Result<Option<(RemoteAddr, usize)>, Error> {
@@ -204,7 +204,7 @@ fn params() -> ConnParams {
 
 fn next(channel: &EventChannel) -> Result<CmEvent, Error> {
     channel
-        .wait(Some(PATIENCE))?
+        .wait(Some(TIMEOUT))?
         .ok_or_else(|| "no event of the connection within 60 s".into())
 }
 

@@ -32,7 +32,7 @@ const SIZES: [(&str, &str, &[&str]); 3] = [
 const LIMITS: [&str; 2] = ["/proc/sys/net/core/wmem_max", "/proc/sys/net/core/rmem_max"];
 const BUFFER: u64 = 4 << 20;
 /// Time of a flow beyond that of its sender.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Limits of the system that are larger for the time of the measurement.
 struct Raised(Vec<(&'static str, String)>);
@@ -118,7 +118,7 @@ fn column(kind: &str, size: &str, what: &str) -> String {
 fn measure(receiver: &mut Command, sender: &mut Command) -> Result<[f64; 2]> {
     let mut receiver = Guard::spawn("receiver", receiver.stdout(Stdio::piped()))?;
     let lines = receiver.stdout_lines();
-    let line = || lines.recv_timeout(PATIENCE).map_err(|e| format!("the receiver: {e}"));
+    let line = || lines.recv_timeout(TIMEOUT).map_err(|e| format!("the receiver: {e}"));
     line()?;
     process::capture("sender", sender)?;
     let report = line()?;

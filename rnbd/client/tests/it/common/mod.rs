@@ -18,7 +18,7 @@ use roce::{DeviceConfig, LocalDevice};
 use rtrs::server::ServerConfig;
 
 /// Longest time that a step of a test may take.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of the image.
 pub(crate) const SIZE: u64 = 8 << 20;
 
@@ -85,7 +85,7 @@ impl Server {
     }
 
     pub(crate) fn options(&self, session: &str, device: &str) -> DiskOptions {
-        DiskOptions::new(self.path(), session, device).connect_timeout(PATIENCE)
+        DiskOptions::new(self.path(), session, device).connect_timeout(TIMEOUT)
     }
 
     pub(crate) fn image(&self) -> PathBuf {
@@ -94,7 +94,7 @@ impl Server {
 
     /// Waits until it has so many sessions.
     pub(crate) fn has_sessions(&self, sessions: usize) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.stats.lock().unwrap().sessions.iter().sum::<usize>() != sessions {
             assert!(Instant::now() < until, "{:?}", self.stats.lock().unwrap().sessions);
             thread::sleep(Duration::from_millis(5));

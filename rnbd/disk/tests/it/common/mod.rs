@@ -20,7 +20,7 @@ use rtrs::server::request::{RequestKey, SessionKey};
 
 pub(crate) const MIB: u64 = 1 << 20;
 /// Longest time that a step of a test may take.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of the session's memory: all that one operation of a test moves.
 pub(crate) const ROOM: usize = 8 << 20;
 pub(crate) const SESSION: SessionKey = SessionKey(1);
@@ -159,7 +159,7 @@ impl Rig {
 
     /// Turns the loop until nothing is under way.
     pub(crate) fn settle(&mut self) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.disk.is_busy() {
             assert!(Instant::now() < until, "{:?}", self.disk);
             if !self.pump(&mut Budget::default()) && self.disk.is_busy() {
@@ -232,7 +232,7 @@ impl Rig {
 
 /// Waits until the disk's descriptor is readable.
 pub(crate) fn wait(disk: &Disk) {
-    assert!(is_readable(disk, PATIENCE), "nothing to wait for: {disk:?}");
+    assert!(is_readable(disk, TIMEOUT), "nothing to wait for: {disk:?}");
 }
 
 /// Whether there is something to do.
@@ -240,14 +240,14 @@ pub(crate) fn is_ready(disk: &Disk) -> bool {
     is_readable(disk, Duration::ZERO)
 }
 
-fn is_readable(disk: &Disk, patience: Duration) -> bool {
+fn is_readable(disk: &Disk, timeout: Duration) -> bool {
     let mut poll = libc::pollfd {
         fd: disk.descriptor().as_raw_fd(),
         events: libc::POLLIN,
         revents: 0,
     };
     // SAFETY: one descriptor to poll.
-    let ready = unsafe { libc::poll(&raw mut poll, 1, patience.as_millis() as i32) };
+    let ready = unsafe { libc::poll(&raw mut poll, 1, timeout.as_millis() as i32) };
     let interrupted = std::io::Error::last_os_error().raw_os_error() == Some(libc::EINTR);
     ready == 1 || (ready < 0 && interrupted)
 }

@@ -34,7 +34,7 @@ use roce_broker::{
 };
 
 /// Time after which an expected event counts as missing.
-const PATIENCE: Duration = Duration::from_secs(180);
+const TIMEOUT: Duration = Duration::from_secs(180);
 /// The broker of this crate, in the place of `ferroce broker`.
 const BROKER: &str = env!("CARGO_BIN_EXE_roce-broker");
 
@@ -96,7 +96,7 @@ impl Place {
 
     /// Waits until the broker says so.
     fn until(&self, what: &str, holds: impl Fn(&Statistics) -> bool) -> Statistics {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             // Between two brokers there is none.
             if let Ok(Some(s)) = statistics(&self.broker_dir())
@@ -124,7 +124,7 @@ impl Place {
 }
 
 fn wait_until(what: &str, holds: impl Fn() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !holds() {
         assert!(Instant::now() < deadline, "never: {what}");
         thread::sleep(Duration::from_millis(20));
@@ -182,7 +182,7 @@ impl Process {
     }
 
     fn line(&self) -> String {
-        match self.lines.recv_timeout(PATIENCE) {
+        match self.lines.recv_timeout(TIMEOUT) {
             Ok(line) => line,
             Err(RecvTimeoutError::Timeout) => {
                 let counters = statistics(&self.broker_dir).map(|s| s.map(|s| s.counters));
@@ -216,7 +216,7 @@ impl Process {
     /// Waits until so many more rounds are done.
     fn more_rounds(&mut self, n: u64) {
         let start = self.rounds();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while self.rounds() < start + n {
             assert!(Instant::now() < deadline, "no more rounds");
             thread::sleep(Duration::from_millis(20));

@@ -190,8 +190,8 @@ impl Manager {
             max_retries: build::MAX_RETRIES,
             ..Conn::new(now, State::ReqSent, (local, remote), build::requested_peer(args))
         };
-        let patience = args.params.patience.unwrap_or(self.config.give_up);
-        Ok(self.begin(now, c, req, patience))
+        let timeout = args.params.timeout.unwrap_or(self.config.give_up);
+        Ok(self.begin(now, c, req, timeout))
     }
 
     /// Returns the addresses of a new request of ours in canonical form, with an ephemeral local port if none is given.

@@ -137,11 +137,11 @@ impl Manager {
         Ok(())
     }
 
-    /// Makes a connection or resolution of a request of ours, which may stay without any answer for `patience`.
-    pub(super) fn begin(&mut self, now: Instant, c: Conn, request: impl Into<Message>, patience: Duration) -> ConnId {
+    /// Makes a connection or resolution of a request of ours, which may stay without any answer for `timeout`.
+    pub(super) fn begin(&mut self, now: Instant, c: Conn, request: impl Into<Message>, timeout: Duration) -> ConnId {
         let mut c = self.table.register(c);
         let mad = Mad::new(c.transaction_id, request);
-        self.start_exchange(now, &mut c, &mad, patience);
+        self.start_exchange(now, &mut c, &mad, timeout);
         let id = c.id;
         self.table.put(c);
         id
@@ -285,8 +285,8 @@ impl Manager {
         };
         if subject == Subject::Req {
             // The peer waits as long, and then repeats its REQ.
-            let patience = code_time(SERVICE_TIMEOUT) + self.config.give_up;
-            self.table.set_timer(c, Some(now + patience));
+            let timeout = code_time(SERVICE_TIMEOUT) + self.config.give_up;
+            self.table.set_timer(c, Some(now + timeout));
         }
         let mra = Mra {
             subject,

@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// How long a program may take, on a host that does much else.
-const PATIENCE: Duration = Duration::from_secs(180);
+const TIMEOUT: Duration = Duration::from_secs(180);
 /// What a server gets to end after its client.
 const LINGER: Duration = Duration::from_secs(20);
 /// How long a server gets to be ready.
@@ -598,14 +598,14 @@ impl Setting<'_> {
             return c.preloaded(&name, &words, self.ip);
         }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        c.theirs(&name, &words, PATIENCE.as_secs() as u32)
+        c.theirs(&name, &words, TIMEOUT.as_secs() as u32)
     }
 
     /// The guest's end says that the kernel can't do it.
     fn lacks(&self, c: &Ctx<'_>, text: &str) -> Result<(), Error> {
         let mut theirs = self.start(c, self.ours == Ours::Client)?;
-        theirs.wait_gone(PATIENCE)?;
-        match theirs.finish(PATIENCE) {
+        theirs.wait_gone(TIMEOUT)?;
+        match theirs.finish(TIMEOUT) {
             Err(e) if e.to_string().contains(text) => Ok(()),
             other => Err(format!("the kernel does not say {text:?}: {other:?}").into()),
         }
@@ -618,7 +618,7 @@ impl Setting<'_> {
         let mut server = self.start(c, true)?;
         let mut client = self.ready(c, &mut server).and_then(|()| self.start(c, false))?;
         let both = |e: Error, server: &Proc| Error::from(format!("{e}\n--- its server:\n{}", server.text()));
-        let said = client.finish(PATIENCE).map_err(|e| both(e, &server))?;
+        let said = client.finish(TIMEOUT).map_err(|e| both(e, &server))?;
         self.proven(&said, self.pair.proof.client)
             .map_err(|e| both(format!("the client printed {e}:\n{said}").into(), &server))?;
         match self.pair.end {

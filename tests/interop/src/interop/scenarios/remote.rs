@@ -58,7 +58,7 @@ pub(super) fn list() -> Vec<Scenario> {
 /// RDMA_CM port at which `rdma-end` serves.
 const PORT: u16 = 12340;
 /// Time for the work of one session.
-const PATIENCE: Duration = Duration::from_secs(600);
+const TIMEOUT: Duration = Duration::from_secs(600);
 
 impl End {
     /// Begins `rdma-end`, with its device and address behind the first of its arguments.
@@ -66,7 +66,7 @@ impl End {
         let (device, addr) = (self.device(c)?, self.addr(c)?.to_string());
         let args = [&[what, &device, &addr], rest].concat();
         match self {
-            Self::There => c.theirs(name, &[&["rdma-end"], &args[..]].concat(), PATIENCE.as_secs() as u32),
+            Self::There => c.theirs(name, &[&["rdma-end"], &args[..]].concat(), TIMEOUT.as_secs() as u32),
             Self::Software | Self::Here => {
                 let mut command = c.sharing(&c.places.end_script());
                 if let Some(programs) = c.places.ferroce.parent() {
@@ -115,7 +115,7 @@ fn session(c: &mut Ctx<'_>, server: End, client: End, invalidate: &str) -> Resul
     let at = SocketAddr::new(server.addr(c)?, PORT).to_string();
     let mapped = client
         .start(c, "client", "map", &[&at, &seed])?
-        .finish(PATIENCE)
+        .finish(TIMEOUT)
         .map_err(|e| format!("{e}\nthe server said: {}", serving.text()))?;
     let served = serving.finish(Duration::from_secs(120))?;
     let [mapped, served] = [mapped, served].map(|said| (verdict(&said), keys(&said)));
@@ -158,6 +158,6 @@ fn kernels_server(c: &mut Ctx<'_>, client: End) -> Result<String, Error> {
     let device = c.hosts.and_then(|hosts| hosts.rnbd.clone()).ok_or("no --rnbd DEVICE")?;
     let said = client
         .start(c, "client", "map", &[&at, &seed(), &device])?
-        .finish(PATIENCE)?;
+        .finish(TIMEOUT)?;
     Ok(format!("{}{}", verdict(&said)?, keys(&said)))
 }

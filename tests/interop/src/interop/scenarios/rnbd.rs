@@ -579,17 +579,17 @@ impl Mapping {
     }
 
     /// Waits until an event was reported more often than `before`.
-    pub(super) fn wait_more(&mut self, event: &str, before: usize, patience: Duration) -> Result<(), Error> {
+    pub(super) fn wait_more(&mut self, event: &str, before: usize, timeout: Duration) -> Result<(), Error> {
         let log = self.process.log.clone();
         let name = format!("\"event\":\"{event}\"");
         let seen = || fs::read_to_string(&log).is_ok_and(|text| text.matches(&name).count() > before);
-        let waited = self.process.wait_until(patience, seen);
+        let waited = self.process.wait_until(timeout, seen);
         waited.map_err(|e| format!("no {event} after {before} of them: {e}").into())
     }
 
     /// Maps; tries again for a while when the server still holds the device for somebody who is gone.
-    pub(super) fn start(c: &Ctx<'_>, ip: Ip, device: &str, patience: Duration) -> Result<Self, Error> {
-        let until = Instant::now() + patience;
+    pub(super) fn start(c: &Ctx<'_>, ip: Ip, device: &str, timeout: Duration) -> Result<Self, Error> {
+        let until = Instant::now() + timeout;
         loop {
             let mut mapping = Self::spawn(c, ip, device, &[])?;
             match mapping.process.wait_for("mapped ", Duration::from_secs(60)) {

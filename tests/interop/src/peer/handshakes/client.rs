@@ -19,7 +19,7 @@ use zerocopy::IntoBytes as _;
 use crate::Error;
 
 /// For each step; a server that makes a session's registrations before it answers may take some seconds.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Receives of a connection.
 const RECVS: usize = 16;
 const RECV_BYTES: usize = 4096;
@@ -150,12 +150,12 @@ impl Client {
         }
         let params = ConnParams {
             private_data,
-            patience: Some(PATIENCE),
+            timeout: Some(TIMEOUT),
             ..ConnParams::default()
         };
         let id = self.dev.connect(&self.channel, Some(self.src), self.dst, &qp, params)?;
         loop {
-            let Some(event) = self.channel.wait(Some(PATIENCE))? else {
+            let Some(event) = self.channel.wait(Some(TIMEOUT))? else {
                 return Ok(Outcome::Silence);
             };
             match event.kind {
@@ -346,7 +346,7 @@ impl Client {
     /// The next completion of a connection that is wanted; others of it are dropped.
     fn take(&self, cid: u16, wanted: impl Fn(&Completion) -> bool) -> Result<Option<Completion>, Error> {
         let qpn = self.qp(cid)?.qpn();
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             let mut waiting = self.waiting.borrow_mut();
             self.cq.poll(&mut waiting, 64)?;

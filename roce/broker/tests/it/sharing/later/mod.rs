@@ -19,7 +19,7 @@ impl Placement for First {
 
 /// Turns the loops until a connection request has come to the first, which refuses it.
 fn refuse_one(loops: &mut [LocalDevice]) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let mut refused = false;
     while !refused {
         assert!(Instant::now() < deadline, "no request");

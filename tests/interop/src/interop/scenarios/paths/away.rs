@@ -64,7 +64,7 @@ fn ours_under_load(c: &mut Ctx<'_>) -> Result<String, Error> {
     let longest = fio.stop()?;
     same_in_guest(c, &mapping)?;
     let [down, lost] = ["path_down", "session_lost"].map(|event| mapping.count(event));
-    if lost > 0 || longest > our_client::PATIENCE {
+    if lost > 0 || longest > our_client::TIMEOUT {
         return Err(format!("a request took {longest:?}:\n{}", mapping.process.text()).into());
     }
     mapping.stop()?;
@@ -103,7 +103,7 @@ fn kernel_client(c: &mut Ctx<'_>) -> Result<String, Error> {
         return Err(format!("{opened} sessions were opened; the server counted {summary}").into());
     }
     let longest = longest_of(&out, &["write"])?;
-    if longest > kernel_client::PATIENCE {
+    if longest > kernel_client::TIMEOUT {
         return Err(format!("a request took {longest:?}").into());
     }
     let back: Vec<&str> = out.lines().filter(|l| l.starts_with("reconnects ")).collect();

@@ -18,7 +18,7 @@ use crate::{
 
 /// The longest that a request may take when a path goes: our server tells the client after some 5 s, and what a busy machine adds. By
 /// the client's own heartbeats it would be 31 s.
-pub(super) const PATIENCE: Duration = Duration::from_secs(15);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 
 pub(super) fn list() -> Vec<Scenario> {
     let mut all = Vec::new();
@@ -147,7 +147,7 @@ fn two_paths(c: &mut Ctx<'_>, case: Case) -> Result<String, Error> {
         return Err(format!("no request went over to the other path:\n{back}").into());
     }
     let longest = longest(&report)?;
-    if longest > PATIENCE {
+    if longest > TIMEOUT {
         return Err(format!("a request took {:.1} s", longest.as_secs_f64()).into());
     }
     let attempts = connected_anew(c)?;

@@ -40,7 +40,7 @@ pub(in super::super) const DISK: &str = "ram0";
 const USED: usize = 32;
 
 /// The longest that a request may take when its path goes: 7 s until heartbeats tell, and what a busy machine adds.
-pub(in super::super) const PATIENCE: Duration = Duration::from_secs(15);
+pub(in super::super) const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The kernel's server on both networks. It registers nothing while it answers: a registration that rdma_rxe repeats stops its
 /// queue pair (`specs/kernel.md`).
@@ -251,7 +251,7 @@ fn cut_in_io(c: &mut Ctx<'_>, ip: Ip, cut: Cut, loads: &[Load]) -> Result<String
     for &load in loads {
         let longest = cut_once(c, &mut mapping, cut, load)?;
         told.push(format!("{load:?} {:.1} s", longest.as_secs_f64()));
-        if longest > PATIENCE {
+        if longest > TIMEOUT {
             return Err(format!("the longest requests took {told:?}").into());
         }
     }
@@ -276,8 +276,8 @@ fn cut_once(c: &mut Ctx<'_>, mapping: &mut Mapping, cut: Cut, load: Load) -> Res
     both_carry(c, 20)?;
     let before = ["path_down", "failover", "path_up"].map(|event| mapping.count(event));
     cut.set(c, false)?;
-    mapping.wait_more("path_down", before[0], PATIENCE * 2)?;
-    mapping.wait_more("failover", before[1], PATIENCE)?;
+    mapping.wait_more("path_down", before[0], TIMEOUT * 2)?;
+    mapping.wait_more("failover", before[1], TIMEOUT)?;
     // It goes on by the other.
     std::thread::sleep(Duration::from_secs(1));
     fio.still_runs()?;

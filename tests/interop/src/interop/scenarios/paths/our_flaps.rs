@@ -8,7 +8,7 @@ use super::{
     super::{Ctx, Direction, Scenario},
     Cut, connected_anew,
     flaps::flat,
-    our_client::{Fio, Load, PATIENCE, both_carry, map, same_in_guest, server_down, server_up},
+    our_client::{Fio, Load, TIMEOUT, both_carry, map, same_in_guest, server_down, server_up},
     script,
 };
 use crate::{Error, far::Ip};
@@ -44,7 +44,7 @@ fn under_load(c: &mut Ctx<'_>) -> Result<String, Error> {
     for _ in 0..FLAPS {
         let [down, up] = ["path_down", "path_up"].map(|event| mapping.count(event));
         Cut::Carrier.set(c, false)?;
-        mapping.wait_more("path_down", down, PATIENCE * 2)?;
+        mapping.wait_more("path_down", down, TIMEOUT * 2)?;
         Cut::Carrier.set(c, true)?;
         mapping.wait_more("path_up", up, Duration::from_secs(120))?;
         both_carry(c, 5)?;
@@ -60,7 +60,7 @@ fn under_load(c: &mut Ctx<'_>) -> Result<String, Error> {
     }
     mapping.stop()?;
     let attempts = connected_anew(c)?;
-    if longest > PATIENCE {
+    if longest > TIMEOUT {
         return Err(format!("a request took {longest:?}").into());
     }
     Ok(format!(

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::{
     super::{Ctx, Direction, Scenario, rnbd::Mapping},
     attempts,
-    our_client::{Fio, Load, PATIENCE, both_carry, map_steered, paths, same_in_guest, served, server_down, server_up},
+    our_client::{Fio, Load, TIMEOUT, both_carry, map_steered, paths, same_in_guest, served, server_down, server_up},
     script,
 };
 use crate::{
@@ -64,7 +64,7 @@ fn in_turn(c: &mut Ctx<'_>) -> Result<String, Error> {
     std::thread::sleep(STAYS);
     let after = served(c, "ours")?;
     let longest = fio.stop()?;
-    if after[0] != 0 || after[1] < before[1] + 20 || longest > PATIENCE {
+    if after[0] != 0 || after[1] < before[1] + 20 || longest > TIMEOUT {
         return Err(format!("with one path removed: {before:?}, then {after:?}; a request took {longest:?}").into());
     }
     same_in_guest(c, &mapping)?;
@@ -114,7 +114,7 @@ fn add(c: &mut Ctx<'_>, mapping: &mut Mapping, path: &str) -> Result<(), Error> 
 fn disconnect(c: &mut Ctx<'_>, mapping: &mut Mapping, path: &str) -> Result<Duration, Error> {
     let closed = mapping.count("path_closed");
     mapping.process.done(order("disconnect", path))?;
-    mapping.wait_more("path_closed", closed, PATIENCE)?;
+    mapping.wait_more("path_closed", closed, TIMEOUT)?;
     let before = served(c, "ours")?;
     std::thread::sleep(STAYS);
     let after = served(c, "ours")?;

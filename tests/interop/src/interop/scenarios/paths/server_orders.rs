@@ -11,7 +11,7 @@ use super::{
         rnbd::{self, Orders, Server, image},
     },
     connected_anew,
-    kernel_client::{BY_TURNS, CLIENT_UP, PATIENCE, client_down, head},
+    kernel_client::{BY_TURNS, CLIENT_UP, TIMEOUT, client_down, head},
     longest, script,
 };
 use crate::{Error, far::Ip, lab::HOST_V4};
@@ -69,7 +69,7 @@ fn orders(c: &mut Ctx<'_>) -> Result<String, Error> {
     }
     same_on_image(c, &out, 4 << 20)?;
     let longest = longest(&report)?;
-    if longest > PATIENCE {
+    if longest > TIMEOUT {
         return Err(format!("a request took {longest:?}").into());
     }
     let attempts = connected_anew(c)?;

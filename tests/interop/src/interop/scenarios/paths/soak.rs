@@ -167,9 +167,9 @@ fn our_client_under_trouble(c: &mut Ctx<'_>) -> Result<String, Error> {
     mend(c)?;
     let paths = paths(c, Ip::V4)?;
     // The kernel's server refuses a path until it knows that it is lost (`specs/kernel.md`).
-    let patience = Duration::from_secs(180);
+    let timeout = Duration::from_secs(180);
     let log = mapping.process.log.clone();
-    mapping.process.wait_until(patience, || all_up(&log, &paths))?;
+    mapping.process.wait_until(timeout, || all_up(&log, &paths))?;
     both_carry(c, 20)?;
     let longest = fio.stop()?;
     same_in_guest(c, &mapping)?;

@@ -7,7 +7,7 @@ use super::{
 use crate::{Error, far::Ip};
 
 /// How long the suite may take, seconds. Emulated processors need a minute, if they have the machine's for themselves.
-const PATIENCE: u32 = 900;
+const TIMEOUT: u32 = 900;
 
 /// Cases that rdma_rxe does not pass, and how it fails them: faults of its own, of which `specs/kernel.md` tells.
 const DIFFERENCES: [(&str, &str); 1] = [("a_key_opens_no_more_than_was_granted", "Window1 does not open 4092")];
@@ -26,7 +26,7 @@ fn contract(c: &mut Ctx<'_>) -> Result<String, Error> {
     // Both hosts are on one device: what one rdma_rxe sends to another of the same kernel goes by `lo`, which neither has.
     let addr = c.far.addr(Ip::V4)?;
     let script = format!("ulimit -l unlimited; {} {addr}", program.path());
-    let (code, said) = c.guest()?.try_run(&script, PATIENCE)?;
+    let (code, said) = c.guest()?.try_run(&script, TIMEOUT)?;
     let cases = passed(code, &said)?;
     Ok(format!("passed: {cases} cases, {} fail as known", DIFFERENCES.len()))
 }

@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// The longest that a request may take: until retries are used up, or heartbeats tell, and what emulated processors add.
-const PATIENCE: Duration = Duration::from_secs(40);
+const TIMEOUT: Duration = Duration::from_secs(40);
 /// Until a path is back: the kernel's server refuses one that it does not know to be lost for up to 35 s, and its client waits 30 s
 /// before it connects again.
 const RETURN: Duration = Duration::from_secs(150);
@@ -149,7 +149,7 @@ fn session(c: &mut Ctx<'_>, ours: &Ours, case: Case, to: [IpAddr; 2]) -> Result<
     let ended = client.end(c, ours);
     worked?;
     let longest = ended?;
-    if longest > PATIENCE {
+    if longest > TIMEOUT {
         return Err(format!("a request took {:.1} s", longest.as_secs_f64()).into());
     }
     Ok(format!(
@@ -221,7 +221,7 @@ impl Client {
         match self {
             Self::Host(host) => {
                 let (mapping, fio) = &mut **host;
-                mapping.wait_more("path_down", 0, PATIENCE * 2)?;
+                mapping.wait_more("path_down", 0, TIMEOUT * 2)?;
                 std::thread::sleep(Duration::from_secs(2));
                 fio.still_runs()
             }

@@ -207,7 +207,7 @@ fn client_without_device(c: &mut Ctx<'_>) -> Result<String, Error> {
          for n in 1 2; do\n{DELETE}sleep 2; runs\n{ADD}up 1 120; sleep 2; runs; done\nunload; ends map; ! grep panicked /tmp/map.err"
     );
     let waited = ours.run(c, &waits, 300);
-    // Without patience it ends, and says why.
+    // Without retries it ends, and says why.
     let fails = map(c, HOST_V4[0], "disk", "--max-reconnects 0")?;
     let fails = format!("{fails}told map '\"mapped\"' 60\n{DELETE}ended map 60; cat /tmp/map.rc /tmp/map.err\n{ADD}");
     let failed = waited.and_then(|waited| Ok((waited, ours.run(c, &fails, 150)?)));
@@ -215,9 +215,9 @@ fn client_without_device(c: &mut Ctx<'_>) -> Result<String, Error> {
     let (waited, said) = failed?;
     super::super::paths::longest_of(&waited, &["read", "write"])?;
     if said.starts_with('0') || !said.contains("rxe0") || said.contains("panicked") {
-        return Err(format!("a session without patience ended so: {said}").into());
+        return Err(format!("a session without retries ended so: {said}").into());
     }
-    Ok("deleted twice under load and taken up again, no error; without patience a clear error: passed".to_owned())
+    Ok("deleted twice under load and taken up again, no error; without retries a clear error: passed".to_owned())
 }
 
 /// `ferroce doctor` says which addresses are the device's, and that nothing is in the way.
@@ -306,7 +306,7 @@ fn mixed_session(c: &mut Ctx<'_>) -> Result<String, Error> {
     for (round, net) in [0, 1].into_iter().enumerate() {
         std::thread::sleep(Duration::from_secs(2));
         c.guest()?.set_link_on(net, false)?;
-        mapping.wait_more("path_down", round, our_client::PATIENCE * 2)?;
+        mapping.wait_more("path_down", round, our_client::TIMEOUT * 2)?;
         std::thread::sleep(Duration::from_secs(2));
         fio.still_runs()?;
         c.guest()?.set_link_on(net, true)?;

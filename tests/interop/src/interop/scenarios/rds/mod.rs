@@ -11,7 +11,7 @@ use crate::{Error, far::Ip, guest::Kernel, lab::Proc};
 const LENS: &str = "0,1,4095,4096,4097,100000,1048576";
 const PORT: &str = "4000";
 const SECONDS: u32 = 240;
-const PATIENCE: Duration = Duration::from_secs(SECONDS as u64);
+const TIMEOUT: Duration = Duration::from_secs(SECONDS as u64);
 
 pub(super) fn list() -> Vec<Scenario> {
     let mut all = Vec::new();
@@ -88,9 +88,9 @@ fn messages(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
         .into_iter()
         .chain(LENS.split(','))
         .collect();
-    let calls = c.theirs("call", &call, SECONDS)?.finish(PATIENCE);
+    let calls = c.theirs("call", &call, SECONDS)?.finish(TIMEOUT);
     let ours = ours
-        .finish(PATIENCE)
+        .finish(TIMEOUT)
         .map_err(|e| format!("{e}\nkernel:\n{}", serves.text()))?;
     let count = |text: &str, end: &str| text.lines().filter(|line| line.ends_with(end)).count();
     let (sent_back, came_back) = (count(&serves.text(), "sent back"), count(&calls?, "came back"));
@@ -109,14 +109,14 @@ fn odd_peer(c: &mut Ctx<'_>) -> Result<String, Error> {
     let (host, far) = (c.host(Ip::V4)?.to_string(), c.far.addr(Ip::V4)?.to_string());
     c.guest()?.run(LOAD, 60)?;
     let mut ours = c.ours(Ip::V4, "odd", &["rds-odd", "--to", &far])?;
-    ours.wait_for("waiting", PATIENCE)?;
+    ours.wait_for("waiting", TIMEOUT)?;
     let call = |tos: u32| {
         let words = ["rds-peer", "call", &far, &host, PORT, &tos.to_string(), "1"];
         c.theirs(&format!("call-{tos}"), &words, SECONDS)
     };
     // They wait for an answer that never comes.
     let _calls = REJECTED.map(call).collect::<Result<Vec<Proc>, Error>>()?;
-    verdict(&ours.finish(PATIENCE)?)
+    verdict(&ours.finish(TIMEOUT)?)
 }
 
 /// Each side reads and writes memory that the other offers.

@@ -2,7 +2,7 @@
 
 use std::{thread, time::Duration};
 
-use super::{Ctx, LENS, LOAD, PATIENCE, PORT, SECONDS, START};
+use super::{Ctx, LENS, LOAD, PORT, SECONDS, START, TIMEOUT};
 use crate::{Error, far::Ip, lab::Proc};
 
 /// End of a conversation.
@@ -88,7 +88,7 @@ impl<'c, 'a> Ends<'c, 'a> {
 }
 
 fn ended(side: Side, program: &mut Proc) -> Result<String, Error> {
-    let said = program.finish(PATIENCE).map_err(|e| format!("{side:?}: {e}"))?;
+    let said = program.finish(TIMEOUT).map_err(|e| format!("{side:?}: {e}"))?;
     Ok(said.lines().last().unwrap_or_default().to_owned())
 }
 
@@ -140,7 +140,7 @@ fn both_ways(
         programs.push((side, ends.start(side, &format!("send @ 4020 {shape}"))?));
     }
     for (_, sends) in &mut programs[2..] {
-        sends.wait_for("under way", PATIENCE)?;
+        sends.wait_for("under way", TIMEOUT)?;
     }
     meanwhile(ends.c)?;
     let said: Result<Vec<String>, Error> = programs

@@ -10,14 +10,14 @@ use roce_fault::{Impairment, UnderWay, flip};
 const ETHERNET: usize = 14;
 
 /// One direction of a network.
-pub struct Lane {
+pub struct Direction {
     impairment: Impairment,
     frames: UnderWay<Vec<u8>>,
     /// What the impairment does not know: marked, delivered and refused frames.
     own: Counters,
 }
 
-impl Lane {
+impl Direction {
     /// Creates a perfect one. The same seed and frames give the same fates.
     pub fn new(seed: u64) -> Self {
         Self {
@@ -127,67 +127,71 @@ mod tests {
         frame
     }
 
-    fn lane(conditions: Conditions) -> Lane {
-        let mut lane = Lane::new(7);
-        lane.set(conditions);
-        lane
+    fn direction(conditions: Conditions) -> Direction {
+        let mut direction = Direction::new(7);
+        direction.set(conditions);
+        direction
     }
 
     /// Sends frames, one each so long after the other; their numbers as they come out, and when.
-    fn sent(lane: &mut Lane, frames: u32, apart: Duration) -> Vec<(u32, Duration)> {
+    fn sent(direction: &mut Direction, frames: u32, apart: Duration) -> Vec<(u32, Duration)> {
         let mut out = Vec::new();
-        let mut take = |lane: &mut Lane, until: Duration| {
-            while let Some(due) = lane.next_due().filter(|due| *due <= until) {
-                let frame = lane.pop(due).expect("it is due");
+        let mut take = |direction: &mut Direction, until: Duration| {
+            while let Some(due) = direction.next_due().filter(|due| *due <= until) {
+                let frame = direction.pop(due).expect("it is due");
                 out.push((u32::from_be_bytes(frame[..4].try_into().expect("4 bytes")), due));
-                lane.came_out(true);
+                direction.came_out(true);
             }
         };
         for n in 0..frames {
-            take(lane, apart * n);
-            lane.push(apart * n, frame(n));
+            take(direction, apart * n);
+            direction.push(apart * n, frame(n));
         }
-        take(lane, Duration::MAX);
-        balanced(lane);
+        take(direction, Duration::MAX);
+        balanced(direction);
         out
     }
 
-    fn balanced(lane: &Lane) {
-        let c = lane.counters();
-        let ends = c.cut + c.lost + c.dropped + c.refused + c.delivered + lane.under_way() as u64;
+    fn balanced(direction: &Direction) {
+        let c = direction.counters();
+        let ends = c.cut + c.lost + c.dropped + c.refused + c.delivered + direction.under_way() as u64;
         assert_eq!(c.taken + c.repeated, ends, "{c:?}");
     }
 
     #[test]
     fn a_perfect_lane_gives_what_it_gets_at_once_and_in_order() {
-        let mut lane = lane(Conditions::default());
-        let out = sent(&mut lane, 100, MS);
+        let mut direction = direction(Conditions::default());
+        let out = sent(&mut direction, 100, MS);
         assert_eq!(out, (0..100).map(|n| (n, MS * n)).collect::<Vec<_>>());
     }
 
     #[test]
     fn a_cut_lane_gives_what_was_under_way() {
-        let mut lane = lane(Conditions {
+        let mut direction = direction(Conditions {
             delay: MS,
             ..Conditions::default()
         });
-        lane.push(Duration::ZERO, frame(1));
-        lane.set(Conditions::cut());
-        lane.push(Duration::ZERO, frame(2));
-        assert_eq!(lane.pop(Duration::ZERO), None);
-        assert_eq!((lane.pop(MS), lane.pop(MS)), (Some(frame(1)), None));
-        assert_eq!(lane.counters().cut, 1);
+        direction.push(Duration::ZERO, frame(1));
+        direction.set(Conditions::cut());
+        direction.push(Duration::ZERO, frame(2));
+        assert_eq!(direction.pop(Duration::ZERO), None);
+        assert_eq!((direction.pop(MS), direction.pop(MS)), (Some(frame(1)), None));
+        assert_eq!(direction.counters().cut, 1);
     }
 
     #[test]
     fn losses_are_as_many_as_they_are_to_be() {
-        let mut lane = lane(Conditions {
+        let mut direction = direction(Conditions {
             loss: 0.05,
             ..Conditions::default()
         });
-        let out = sent(&mut lane, 10_000, MS);
-        assert_eq!(out.len() as u64, 10_000 - lane.counters().lost);
-        assert!((400..600).contains(&lane.counters().lost), "{:?}", lane.counters());
+        let out = sent(&mut direction, 10_000, MS);
+        assert_eq!(out.len() as u64, 10_000 - direction.counters().lost);
+        assert!(
+            (400..600).contains(&direction.counters().lost),
+            "{:?}",
+            direction.counters()
+        );
     }
 
     #[test]
@@ -196,11 +200,11 @@ mod tests {
             begins: 0.01,
             length: 8.0,
         };
-        let mut lane = lane(Conditions {
+        let mut direction = direction(Conditions {
             burst: Some(burst),
             ..Conditions::default()
         });
-        let out = sent(&mut lane, 20_000, MS);
+        let out = sent(&mut direction, 20_000, MS);
         let gaps: Vec<u32> = out
             .windows(2)
             .map(|w| w[1].0 - w[0].0 - 1)
@@ -216,14 +220,14 @@ mod tests {
 
     #[test]
     fn duplicates_come_twice_and_late_ones_after_those_behind_them() {
-        let mut lane = lane(Conditions {
+        let mut direction = direction(Conditions {
             duplicate: 0.1,
             reorder: 0.1,
             reorder_by: MS * 3,
             ..Conditions::default()
         });
-        let out = sent(&mut lane, 10_000, MS);
-        let c = lane.counters();
+        let out = sent(&mut direction, 10_000, MS);
+        let c = direction.counters();
         assert_eq!(out.len() as u64, 10_000 + c.repeated);
         assert!(
             (900..1100).contains(&c.repeated) && (1000..1200).contains(&c.reordered),
@@ -234,27 +238,27 @@ mod tests {
 
     #[test]
     fn damage_spares_the_ethernet_header() {
-        let mut lane = lane(Conditions {
+        let mut direction = direction(Conditions {
             corrupt: 1.0,
             ..Conditions::default()
         });
         for _ in 0..100 {
-            lane.push(Duration::ZERO, vec![0; 20]);
-            let frame = lane.pop(Duration::ZERO).expect("it is due");
+            direction.push(Duration::ZERO, vec![0; 20]);
+            let frame = direction.pop(Duration::ZERO).expect("it is due");
             let ones: u32 = frame[ETHERNET..].iter().map(|byte| byte.count_ones()).sum();
             assert!(ones == 1 && frame[..ETHERNET] == [0; ETHERNET], "{frame:?}");
         }
-        assert_eq!(lane.counters().corrupted, 100);
+        assert_eq!(direction.counters().corrupted, 100);
     }
 
     #[test]
     fn jitter_keeps_the_order() {
-        let mut lane = lane(Conditions {
+        let mut direction = direction(Conditions {
             delay: MS * 5,
             jitter: MS * 20,
             ..Conditions::default()
         });
-        let out = sent(&mut lane, 1000, MS);
+        let out = sent(&mut direction, 1000, MS);
         assert!(out.is_sorted_by_key(|(n, _)| *n));
         assert!(
             out.iter()
@@ -269,13 +273,13 @@ mod tests {
             queue: 10_000,
             mark_above: None,
         };
-        let mut lane = lane(Conditions {
+        let mut direction = direction(Conditions {
             line: Some(line),
             ..Conditions::default()
         });
         // Twice the rate.
-        let out = sent(&mut lane, 1000, MS);
-        let c = lane.counters();
+        let out = sent(&mut direction, 1000, MS);
+        let c = direction.counters();
         assert!(c.delivered.abs_diff(505) < 5 && c.dropped.abs_diff(495) < 5, "{c:?}");
         assert!(
             out.windows(2)
@@ -290,7 +294,7 @@ mod tests {
             queue: 1 << 20,
             mark_above: Some(5000),
         };
-        let mut lane = lane(Conditions {
+        let mut direction = direction(Conditions {
             line: Some(line),
             ..Conditions::default()
         });
@@ -314,11 +318,11 @@ mod tests {
         unable[15] = 0;
         for _ in 0..10 {
             for frame in [&v4, &v6, &unable] {
-                lane.push(Duration::ZERO, frame.clone());
+                direction.push(Duration::ZERO, frame.clone());
             }
         }
         let mut marked = 0;
-        while let Some(frame) = lane.pop(Duration::from_secs(1)) {
+        while let Some(frame) = direction.pop(Duration::from_secs(1)) {
             match frame[12] {
                 8 if frame[15] == 3 => assert_eq!(sum(&frame[14..34]), 0xffff),
                 0x86 if frame[15] == 0x30 => {}
@@ -327,6 +331,6 @@ mod tests {
             marked += 1;
         }
         // The first five thousand bytes found less before them.
-        assert_eq!((marked, lane.counters().marked), (16, 16));
+        assert_eq!((marked, direction.counters().marked), (16, 16));
     }
 }
