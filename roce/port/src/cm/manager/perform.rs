@@ -454,7 +454,6 @@ impl Manager {
     }
 }
 
-/// Returns the event of an attempt that was not answered in time.
 /// Extends the wait for the RTU of a peer that repeats its REQ: as long as that says from now on, at most 69 s. An overloaded host
 /// repeats it by a timer and gets to our REP much later; a connection that is given up before only makes more work for it.
 fn wait_for_peer(now: Instant, c: &mut Conn) {
@@ -464,6 +463,7 @@ fn wait_for_peer(now: Instant, c: &mut Conn) {
     }
 }
 
+/// Returns the event of an attempt that was not answered in time.
 fn timed_out(conn: ConnId) -> Event {
     let why = NoAnswer::Timeout;
     Event::Unreachable { conn, why }
