@@ -9,7 +9,7 @@ use roce_port::cm::{
 };
 use rtrs::proto::Uuid;
 
-use crate::{exchange::ExchangeId, flow::Flow, rds_part::RdsPart, service::Service};
+use crate::{credits::Credits, exchange::ExchangeId, flow::Flow, rds_part::RdsPart, service::Service};
 
 /// Connections at most; the oldest are dropped.
 pub(crate) const MAX_CONNS: usize = 1024;
@@ -58,6 +58,8 @@ pub(crate) struct Conn {
     pub(crate) rds: [Option<RdsPart>; 2],
     /// Type of service of an RDS connection. Of one that was recognized, a number of its own above those.
     pub(crate) rds_tos: u64,
+    /// Credits of an LNet connection, by [`Direction`] of the sender; `None`: not known.
+    pub(crate) credits: Option<Credits>,
     /// The service was recognized by a message: the connection request was not seen.
     pub(crate) recognized: bool,
 }
@@ -131,6 +133,7 @@ impl Conns {
             cid: 0,
             rds: Default::default(),
             rds_tos: 0,
+            credits: None,
             recognized: false,
         };
         self.all.insert(id, conn);
@@ -186,6 +189,7 @@ impl Conns {
             cid: 1,
             rds: Default::default(),
             rds_tos: 0x100 + id,
+            credits: None,
             recognized: true,
         };
         self.all.insert(id, conn);

@@ -156,10 +156,16 @@ impl Dissector {
             let dropped = self.conns.reply(id, rep);
             self.forget(dropped);
             let conn = self.conns.get_mut(id)?;
-            if let (Service::Rtrs, Ok(rsp)) = (conn.service, ::rtrs::proto::ConnRsp::parse(private_data))
-                && let Some(path) = self.paths.get_mut(conn.path)
-            {
-                path.accept(rsp);
+            match conn.service {
+                Service::Rtrs => {
+                    if let Ok(rsp) = ::rtrs::proto::ConnRsp::parse(private_data)
+                        && let Some(path) = self.paths.get_mut(conn.path)
+                    {
+                        path.accept(rsp);
+                    }
+                }
+                Service::Lnet => lnet::accepted(conn, private_data),
+                _ => {}
             }
         }
         Some((id, false))

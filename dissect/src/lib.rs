@@ -35,6 +35,7 @@
 #![forbid(unsafe_code)]
 
 mod conns;
+mod credits;
 mod cx;
 mod dissector;
 mod exchange;

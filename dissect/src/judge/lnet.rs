@@ -11,6 +11,7 @@ use super::{
     stream::Whole,
     transfers::{Kind, Request, Transfers},
 };
+use crate::credits::{Credits, Imbalance, takes_credit};
 
 /// Node of a connection, as its messages name it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,9 +24,8 @@ struct Node {
 #[derive(Default, Debug)]
 pub(super) struct Lnet {
     nodes: [Option<Node>; 2],
-    depth: u16,
-    /// Credits of each side; `None`: not known.
-    credits: Option<[u16; 2]>,
+    /// `None`: not known.
+    credits: Option<Credits>,
     transfers: Transfers,
     /// Nothing is missing of a side's messages.
     whole: [bool; 2],
@@ -40,8 +40,7 @@ impl Lnet {
         };
         Self {
             nodes: [Some(node(request)), Some(node(answer))],
-            depth: params.queue_depth,
-            credits: Some([params.queue_depth; 2]),
+            credits: Some(Credits::new(params.queue_depth)),
             whole: [true; 2],
             ..Self::default()
         }
@@ -147,29 +146,18 @@ impl Lnet {
     /// Counts the credits that a message returns and takes.
     fn ledger(&mut self, kib: &Kib<'_>, cx: &mut Cx<'_>) {
         let Some(credits) = &mut self.credits else { return };
-        let (own, peer) = (cx.sender, cx.receiver());
-        let after = credits[peer] + u16::from(kib.credits);
-        if after > self.depth {
-            let text = format!(
-                "{} returns {} credits, and {} of {} were taken",
-                kib.body.kind().name(),
-                kib.credits,
-                self.depth - credits[peer],
-                self.depth
-            );
+        let (kind, depth) = (kib.body.kind().name(), credits.depth());
+        for imbalance in credits.count(cx.sender, kib).into_iter().flatten() {
+            let text = match imbalance {
+                Imbalance::Returned { taken } => {
+                    format!(
+                        "{kind} returns {} credits, and {taken} of {depth} were taken",
+                        kib.credits
+                    )
+                }
+                Imbalance::NoneLeft => format!("{kind} without a credit: {depth} messages are not returned"),
+            };
             cx.claim(Rule::LnetCredits, Missing::Credit, text);
-        }
-        credits[peer] = after.min(self.depth);
-        if takes_credit(&kib.body) {
-            if credits[own] == 0 {
-                let text = format!(
-                    "{} without a credit: {} messages are not returned",
-                    kib.body.kind().name(),
-                    self.depth
-                );
-                cx.claim(Rule::LnetCredits, Missing::Credit, text);
-            }
-            credits[own] = credits[own].saturating_sub(1);
         }
     }
 
@@ -249,10 +237,6 @@ impl Lnet {
             None => {}
         }
     }
-}
-
-const fn takes_credit(body: &Body<'_>) -> bool {
-    matches!(body, Body::Immediate { .. } | Body::PutReq { .. } | Body::GetReq { .. })
 }
 
 /// Checks the LNet header of a message as a receiver does.

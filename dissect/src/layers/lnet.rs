@@ -9,7 +9,8 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::other::base;
 use crate::{
-    conns::Direction,
+    conns::{Conn, Direction},
+    credits::{Credits, takes_credit},
     cx::{Cx, Found},
     exchange::{ExchangeId, Key, Note, Number, Scope},
     field::{Base, Field, Layer},
@@ -93,7 +94,32 @@ pub(crate) fn message(cx: &mut Cx<'_>, message: &Message<'_>) -> Found {
         Err(why) => return Found::layer(failed_layer(&why, bytes, base, at), None),
     };
     let exchange = exchange(cx, &kib.body, message.exchange);
-    Found::layer(message_layer(&kib, bytes, base, at), exchange)
+    let mut layer = message_layer(&kib, bytes, base, at);
+    credits(cx, &kib, &mut layer);
+    Found::layer(layer, exchange)
+}
+
+/// Begins to count credits: with those of the answer to a connection request.
+pub(crate) fn accepted(conn: &mut Conn, private_data: &[u8]) {
+    if let Ok(kib) = Kib::parse(private_data)
+        && let Body::ConnAck(params) = kib.body
+    {
+        conn.credits.get_or_insert(Credits::new(params.queue_depth));
+    }
+}
+
+/// Counts a message's credits, and appends what its sender has left.
+fn credits(cx: &mut Cx<'_>, kib: &Kib<'_>, layer: &mut Layer) {
+    let Some(credits) = &mut cx.conn.credits else { return };
+    let sender = cx.direction as usize;
+    if credits.count(sender, kib) != [None; 2] {
+        // The capture lacks messages, or a side is wrong, which the judge tells apart.
+        cx.conn.credits = None;
+    } else if takes_credit(&kib.body) {
+        let text = format!("{} of {} credits left", credits.left(sender), credits.depth());
+        layer.summary += &format!(", {text}");
+        layer.fields.push(Field::learned("sender's credits", text));
+    }
 }
 
 /// Returns the exchange of a message, and enters the numbers by which others will name it. `begun` is the exchange of its first packet.
@@ -198,7 +224,8 @@ pub(crate) fn message_layer(kib: &Kib<'_>, bytes: &[u8], base: Base, at: usize) 
     layer.push("destination incarnation", format!("{:#x}", kib.dst_stamp), at + 40, 8);
     body(&mut layer, &mut summary, &kib.body, at + HEAD_LEN);
     if kib.credits > 0 {
-        summary += &format!(", {} credits", kib.credits);
+        let plural = if kib.credits == 1 { "" } else { "s" };
+        summary += &format!(", returns {} credit{plural}", kib.credits);
     }
     if matches!(judged, Checksum::Wrong | Checksum::ZeroPayload) {
         summary += &format!(", checksum {}", verdict(judged));
