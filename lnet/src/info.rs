@@ -37,3 +37,18 @@ pub struct CreditInfo {
     /// Credits that go back with the next message.
     pub outstanding: u16,
 }
+
+/// Counts of LNet messages since the node's start.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    /// Messages sent, or that wait to be sent.
+    pub sent: u64,
+    /// Bytes of their data.
+    pub sent_bytes: u64,
+    /// Messages received. An answer that came without a message of its own (GET_DONE) counts, too.
+    pub received: u64,
+    /// Bytes of their data.
+    pub received_bytes: u64,
+    /// Messages received for which there was nothing here.
+    pub dropped: u64,
+}

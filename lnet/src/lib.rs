@@ -3,6 +3,7 @@
 //! - [`proto`]: messages of o2iblnd, headers of LNet, ping information, private data of connections.
 //! - [`Node`]: connections, portals, PUT, GET and ping over the devices of a [`Provider`](roce_verbs::provider::Provider). It is sans-IO:
 //!   time and randomness are arguments.
+//! - [`selftest`]: the tests of `lnet_selftest`, for both sides.
 //!
 //! LNet has no authentication: portals are open to every peer that can send from its address, and so are sinks to whoever knows a key.
 #![forbid(unsafe_code)]
@@ -19,13 +20,14 @@ mod operation;
 mod peer;
 mod portal;
 pub mod proto;
+pub mod selftest;
 
 pub use buffer::Buffer;
 pub use config::{Config, TieBreak};
 pub use credits::CreditError;
 pub use event::{EntryId, Failure, JobId, Negotiated, Output, Served};
 pub use handshake::{BadAnswer, Refusal, Rejected};
-pub use info::{ConnectionInfo, CreditInfo};
+pub use info::{ConnectionInfo, Counters, CreditInfo};
 pub use node::Node;
 pub use operation::{Get, Put};
 pub use portal::{Entry, EntryOptions};

@@ -64,6 +64,23 @@ pub(crate) enum Content {
     },
 }
 
+impl Content {
+    /// Bytes of data of the LNet message that it begins, or is; `None`: it goes on with one.
+    pub(crate) fn lnet_len(&self) -> Option<usize> {
+        match self {
+            Self::Immediate { payload, .. } => Some(payload.len()),
+            Self::PutReq { source, .. } => Some(source.len()),
+            Self::GetReq { .. } => Some(0),
+            Self::Data {
+                kind: MsgType::GetDone,
+                source,
+                ..
+            } => Some(source.len()),
+            Self::Noop | Self::PutNak { .. } | Self::PutAck { .. } | Self::Data { .. } | Self::Nothing { .. } => None,
+        }
+    }
+}
+
 /// Message to send.
 #[derive(Debug)]
 pub(crate) struct Tx {

@@ -122,6 +122,7 @@ impl Node {
 
     /// Sends a message to a peer as soon as there is a connection.
     fn send(&mut self, peer: Nid, tx: Tx) {
+        self.count_sent(&tx.content);
         match self.connection_to(peer) {
             Some(id) => {
                 self.conns[id].push(tx);
@@ -133,6 +134,13 @@ impl Node {
                 }
                 self.waking.insert(peer);
             }
+        }
+    }
+
+    pub(super) fn count_sent(&mut self, content: &Content) {
+        if let Some(len) = content.lnet_len() {
+            self.counters.sent += 1;
+            self.counters.sent_bytes += len as u64;
         }
     }
 

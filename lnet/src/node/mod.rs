@@ -19,7 +19,7 @@ use crate::{
     conn::{ConnId, Connection, Cookie, Tx},
     event::{EntryId, Failure, JobId, Output},
     handshake::Identity,
-    info::ConnectionInfo,
+    info::{ConnectionInfo, Counters},
     operation::{Get, Job},
     peer::Peer,
     portal::{Entry, Portals},
@@ -48,6 +48,7 @@ pub struct Node {
     next_cookie: Cookie,
     /// Pings that were answered.
     pings: u32,
+    counters: Counters,
     /// Connections that have something to post, and peers that may want one.
     dirty: BTreeSet<ConnId>,
     waking: BTreeSet<Nid>,
@@ -86,6 +87,7 @@ impl Node {
             next_job: 1,
             next_cookie: 1,
             pings: 0,
+            counters: Counters::default(),
             dirty: BTreeSet::new(),
             waking: BTreeSet::new(),
             retries: TimerHeap::default(),
@@ -101,6 +103,11 @@ impl Node {
     /// The connections.
     pub fn connections(&self) -> impl Iterator<Item = ConnectionInfo> {
         self.conns.iter().map(|(_, conn)| conn.info())
+    }
+
+    /// Counts since its start.
+    pub const fn counters(&self) -> Counters {
+        self.counters
     }
 
     /// Operations that have not ended.

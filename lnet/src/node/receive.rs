@@ -74,20 +74,29 @@ impl Node {
         if self.conns[id].queued() >= self.config.max_queued {
             return Err(Failure::Full);
         }
+        self.count_sent(&content);
         let deadline = now + self.config.timeout;
         self.conns[id].push(Tx { content, deadline });
         Ok(())
     }
 
+    fn count_received(&mut self, len: u32) {
+        self.counters.received += 1;
+        self.counters.received_bytes += u64::from(len);
+    }
+
     /// Understands an LNet header.
-    fn parse(&self, id: ConnId, hdr: &LnetHdr) -> Result<Parsed, Failure> {
+    fn parse(&mut self, id: ConnId, hdr: &LnetHdr) -> Result<Parsed, Failure> {
         let operation = hdr.check()?;
         let (dst, us) = (hdr.dst(), self.us.nid);
-        match dst == us {
-            // Answers go to where the message has come from: there are no routers.
-            true if hdr.src() == self.conns[id].peer => Ok(Parsed::For(operation)),
-            true => Ok(Parsed::Dropped),
-            false if dst.0 >> 32 == us.0 >> 32 => Err(Failure::Peer("an LNet message for another node")),
+        // Answers go to where the message has come from: there are no routers.
+        if dst == us && hdr.src() == self.conns[id].peer {
+            self.count_received(hdr.payload_length.get());
+            return Ok(Parsed::For(operation));
+        }
+        self.counters.dropped += 1;
+        match dst != us && dst.0 >> 32 == us.0 >> 32 {
+            true => Err(Failure::Peer("an LNet message for another node")),
             false => Ok(Parsed::Dropped),
         }
     }
@@ -144,7 +153,10 @@ impl Node {
         let peer = self.conns[id].peer;
         let (source, of) = match self.source_of_get(peer, operation, room) {
             Some(found) => found,
-            None => return Ok(()),
+            None => {
+                self.counters.dropped += 1;
+                return Ok(());
+            }
         };
         let reply = Operation::Reply { dst_md: return_md };
         let mut answer = LnetHdr::new(peer, self.us.nid, source.len() as u32, &reply);
@@ -292,7 +304,10 @@ impl Node {
             } if ack_md != Handle::NONE && len as usize <= MAX_PUSH => {
                 self.acknowledge(now, id, (ack_md, hdr.src_pid.get()), PING_MATCH_BITS, len)
             }
-            _ => Ok(()),
+            _ => {
+                self.counters.dropped += 1;
+                Ok(())
+            }
         }
     }
 
@@ -388,6 +403,9 @@ impl Node {
         };
         let provider: &mut dyn Provider = cx.provider;
         let result = self.conns[id].filled(provider, (mr, room), done.status)?;
+        if let (MsgType::GetDone, Ok(len)) = (kind, &result) {
+            self.count_received(*len);
+        }
         match waiting.of {
             Of::Job(job) => {
                 self.finish(job, result);

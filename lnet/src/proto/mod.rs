@@ -14,7 +14,7 @@ mod error;
 mod hdr;
 mod msg;
 mod nid;
-mod order;
+pub(crate) mod order;
 mod ping;
 
 pub use checksum::{Checksum, checksum};

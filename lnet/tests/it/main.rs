@@ -6,3 +6,4 @@ mod captures;
 mod conn;
 mod messages;
 mod ping;
+mod selftest;

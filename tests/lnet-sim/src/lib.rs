@@ -8,9 +8,11 @@
 #![forbid(unsafe_code)]
 
 mod draw;
+pub mod lab;
 mod ledger;
 mod program;
 mod stranger;
+mod tester;
 mod world;
 
 use roce_sim::{Coverage, Failure, RunConfig, RunsWith, Total, simulate};

@@ -12,6 +12,7 @@ use roce_verbs::{
 use crate::{
     draw::ProgramPlan,
     ledger::{Ledger, content},
+    tester::{Tester, TesterPlan},
 };
 
 /// Portal of memory that peers PUT into, each its own, found by its NID; of memory that they GET from; and one where nothing is.
@@ -68,6 +69,7 @@ pub(crate) struct Side {
     /// When places of peers may be used.
     places: BTreeMap<(Nid, usize), u64>,
     begins_at: u64,
+    tester: Tester,
 }
 
 /// Number of the content of a host's memory for GETs.
@@ -76,7 +78,13 @@ const fn source_number(nid: Nid) -> u64 {
 }
 
 impl Side {
-    pub(crate) fn start(mut node: Node, plan: ProgramPlan, now: u64, hosts: &[Nid]) -> Self {
+    pub(crate) fn start(
+        mut node: Node,
+        (plan, tester): (ProgramPlan, Option<TesterPlan>),
+        now: Instant,
+        hosts: &[Nid],
+    ) -> Self {
+        let tester = Tester::start(&mut node, now, tester);
         let entry = |portal, from, options, memory| Entry {
             portal,
             from,
@@ -102,19 +110,24 @@ impl Side {
             sinks,
             jobs: BTreeMap::new(),
             places: BTreeMap::new(),
-            begins_at: now,
+            begins_at: now.as_nanos(),
+            tester,
         }
     }
 
     /// Returns whether all has ended.
     pub(crate) fn is_done(&self) -> bool {
-        self.plan.operations == 0 && self.jobs.is_empty()
+        self.plan.operations == 0 && self.jobs.is_empty() && self.tester.is_done()
     }
 
     /// Everything that can be done now.
     pub(crate) fn work(&mut self, cx: &mut Cx<'_>, env: &mut Env<'_>) -> Check {
         let now = cx.now.as_nanos();
+        self.tester.work(&mut self.node, cx.now, env.coverage)?;
         while let Some(output) = self.node.poll_output() {
+            if self.tester.output(&mut self.node, cx.now, &output) {
+                continue;
+            }
             match output {
                 Output::Done(id, result) => self.done(now, id, result, env)?,
                 Output::Served(served, Ok(len)) if served.is_put => {
@@ -141,6 +154,7 @@ impl Side {
                     .note_if("both connected at once", why == lnet::Refusal::Race),
             }
         }
+        self.tester.work(&mut self.node, cx.now, env.coverage)?;
         self.check_credits()?;
         while self.plan.operations > 0 && self.begins_at <= now && self.jobs.len() < self.plan.at_once {
             self.begin(cx.now, env)?;
@@ -296,15 +310,17 @@ impl Side {
     }
 
     /// The host dies with its operations.
-    pub(crate) fn die(&mut self, env: &mut Env<'_>) -> Check {
-        let jobs = core::mem::take(&mut self.jobs);
-        jobs.into_values().try_for_each(|(number, _)| env.ledger.over(number))
+    pub(crate) fn die(self, env: &mut Env<'_>) -> Result<(ProgramPlan, Option<TesterPlan>), String> {
+        let mut jobs = self.jobs.into_values();
+        jobs.try_for_each(|(number, _)| env.ledger.over(number))?;
+        Ok((self.plan, self.tester.into_plan()))
     }
 
     /// When it wants to go on by itself.
     pub(crate) fn wakes_at(&self) -> Option<Instant> {
         let begins = self.plan.operations > 0 && self.jobs.len() < self.plan.at_once;
-        begins.then(|| Instant::from_nanos(self.begins_at))
+        let begins = begins.then(|| Instant::from_nanos(self.begins_at));
+        begins.into_iter().chain(self.tester.next_timeout()).min()
     }
 
     /// Returns what it waits for.
@@ -336,6 +352,7 @@ impl roce_sim::lan::Machines for Turn<'_> {
 
     fn timeout(&mut self, cx: &mut Cx<'_>) {
         self.side.node.timeout(cx);
+        self.side.tester.timeout(&mut self.side.node, cx.now);
     }
 
     fn work(&mut self, cx: &mut Cx<'_>) -> Check {

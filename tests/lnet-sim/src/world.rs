@@ -17,6 +17,7 @@ use crate::{
     ledger::Ledger,
     program::{Env, Side, Turn},
     stranger,
+    tester::TesterPlan,
 };
 
 /// Event that is none of the network's.
@@ -41,7 +42,7 @@ pub(crate) struct World {
     hosts: Vec<Nid>,
     /// By host; `None` while it is dead.
     sides: Vec<Option<Side>>,
-    plans: Vec<ProgramPlan>,
+    plans: Vec<(ProgramPlan, Option<TesterPlan>)>,
     empty: Vec<Usage>,
     ledger: Ledger,
     coverage: Coverage,
@@ -66,13 +67,17 @@ impl World {
             IpAddr::V4(addr) => Nid::o2ib(addr),
             IpAddr::V6(_) => unreachable!("hosts have IPv4 addresses"),
         };
+        let hosts: Vec<Nid> = draw.hosts.iter().map(|(host, ..)| nid(host.addr)).collect();
+        let mut tests = Rng::new(seed, 74);
+        let tester = |(own, plan)| (plan, TesterPlan::draw(own, &hosts, &mut tests));
+        let plans = draw.programs.into_iter().enumerate().map(tester).collect();
         let mut world = Self {
             empty: lan.nodes.iter().map(|node| node.fabric.usage()).collect(),
             lan,
             configs: draw.configs,
-            hosts: draw.hosts.iter().map(|(host, ..)| nid(host.addr)).collect(),
+            hosts,
             sides: (0..count).map(|_| None).collect(),
-            plans: draw.programs,
+            plans,
             ledger: Ledger::default(),
             coverage: Coverage::default(),
             rng: Rng::new(seed, 72),
@@ -110,7 +115,7 @@ impl World {
         let incarnation = 1 + now.as_nanos() / 1000;
         let node = Node::listen(&mut cx, self.configs[host].clone(), self.hosts[host], incarnation);
         let node = node.map_err(|e| e.to_string())?;
-        let side = Side::start(node, self.plans[host].clone(), now.as_nanos(), &self.hosts);
+        let side = Side::start(node, self.plans[host].clone(), now, &self.hosts);
         self.sides[host] = Some(side);
         self.lan.want_turn(host, self.lan.now);
         Ok(())
@@ -214,7 +219,7 @@ impl World {
     }
 
     fn die(&mut self, host: usize, pause: u64) -> Check {
-        let Some(mut side) = self.sides[host].take() else {
+        let Some(side) = self.sides[host].take() else {
             return Ok(());
         };
         self.coverage.note("crash");
@@ -226,8 +231,7 @@ impl World {
             hosts: &self.hosts,
             restarted: &self.restarted,
         };
-        side.die(&mut env)?;
-        self.plans[host] = side.plan;
+        self.plans[host] = side.die(&mut env)?;
         self.lan.kill(host);
         self.lan.schedule(pause, LanEvent::World(WorldEvent::Boot(host)));
         Ok(())
@@ -244,7 +248,7 @@ impl World {
                 // Each takes as long as a timeout.
                 side.plan.misses = 0.0;
             }
-            self.plans[host].misses = 0.0;
+            self.plans[host].0.misses = 0.0;
             self.lan.want_turn(host, self.lan.now);
         }
     }

@@ -22,6 +22,11 @@ fn some_nodes_and_programs() {
         "partition",
         "ping",
         "process that stands still",
+        "selftest: batch runs",
+        "selftest: data fetched",
+        "selftest: data sent",
+        "selftest: no reply",
+        "selftest: session removed",
     ] {
         assert!(total.coverage.contains_key(what), "no {what} in 40 runs: {total:?}");
     }
