@@ -17,13 +17,12 @@
 //! # }
 //! ```
 //!
-//! It knows threads and the loop of [`roce`]; the protocol is [`rds`].
+//! The protocol is [`rds`], and its thread one of [`roce_host`].
 #![forbid(unsafe_code)]
 
+mod machine;
 mod node;
 mod rdma;
-mod service;
-mod shared;
 mod socket;
 mod thread;
 

@@ -83,7 +83,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         // It may be gone: with its socket, with the node, or since it was for use once.
-        let _ = self.node.shared.call(|node| node.free_region(self.socket, self.cookie));
+        let _ = self.node.call(|node| node.free_region(self.socket, self.cookie));
     }
 }
 
@@ -164,7 +164,7 @@ pub struct Pending<'a> {
 
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
-        self.socket.node.shared.forget_operation(self.token);
+        self.socket.node.forget_operation(self.token);
     }
 }
 
@@ -175,7 +175,7 @@ impl Pending<'_> {
     /// `PermissionDenied` if the peer refused the cookie, the offset or the kind of access; `ConnectionReset` if the connection ended first;
     /// `Other` if it was canceled or failed here. It may or may not have been done, and is not repeated. Also when the node has ended.
     pub fn wait(self) -> io::Result<()> {
-        result(self.socket.node.shared.wait_for_operation(self.token)?)
+        result(self.socket.node.wait_for_operation(self.token)?)
     }
 
     /// Returns its end, if it has ended; without waiting.
@@ -183,7 +183,7 @@ impl Pending<'_> {
     /// # Errors
     /// As [`wait`](Self::wait).
     pub fn try_wait(&mut self) -> io::Result<Option<()>> {
-        let ended = self.socket.node.shared.operation(self.token)?;
+        let ended = self.socket.node.operation(self.token)?;
         ended.map(result).transpose()
     }
 }
@@ -193,7 +193,7 @@ impl Future for Pending<'_> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         // First, so that no end between is missed.
-        self.socket.node.shared.wake(self.socket.id, cx.waker());
+        self.socket.node.wake(self.socket.id, cx.waker());
         match self.try_wait() {
             Ok(None) => Poll::Pending,
             Ok(Some(())) => Poll::Ready(Ok(())),
@@ -219,7 +219,7 @@ impl Socket {
     /// `ENOTCONN` if the socket is not bound, `EMSGSIZE` above 1 MiB and 4 KiB, `EINVAL` of an empty buffer, `ENFILE` at a limit of the node
     /// or the device, `EOPNOTSUPP` if the device has no registrations that begin at address 0.
     pub fn register(&self, buffer: &Buffer, rights: RegionRights) -> io::Result<Region> {
-        let cookie = self.node.shared.register(self.id, buffer.0.clone(), rights)?;
+        let cookie = self.node.register(self.id, buffer.0.clone(), rights)?;
         Ok(Region::new(self.node.clone(), self.id, cookie))
     }
 
@@ -230,7 +230,7 @@ impl Socket {
     /// As [`send_to`](Self::send_to).
     pub fn send_cookie_to(&self, data: &[u8], cookie: RdmaCookie, to: SocketAddr) -> io::Result<()> {
         let send = |node: &mut rds::Node| node.send_with(self.id, Some(to), data, Attachment::Cookie(cookie));
-        self.node.shared.wait(None, send)
+        self.node.wait(None, send)
     }
 
     /// Sends a message with a cookie without waiting.
@@ -256,9 +256,9 @@ impl Socket {
     /// As [`send_to`](Self::send_to); `EFAULT` if the range is outside the buffer, `EINVAL` if it is empty, `EMSGSIZE` above 1 MiB,
     /// `EOPNOTSUPP` for atomics on memory of the socket's own node.
     pub fn operate(&self, rdma: &Rdma, data: Option<&[u8]>, to: SocketAddr) -> io::Result<Pending<'_>> {
-        let pending = self.pending();
+        let pending = self.pending()?;
         let send = |node: &mut rds::Node| self.begin(node, pending.token, rdma, data, to);
-        self.node.shared.wait(None, send)?;
+        self.node.wait(None, send)?;
         Ok(pending)
     }
 
@@ -268,7 +268,7 @@ impl Socket {
     /// As [`operate`](Self::operate); `EAGAIN` while the socket's buffer is full or it has 1024 operations, `ENOBUFS` while the destination
     /// is congested.
     pub fn try_operate(&self, rdma: &Rdma, data: Option<&[u8]>, to: SocketAddr) -> io::Result<Pending<'_>> {
-        let pending = self.pending();
+        let pending = self.pending()?;
         self.call(|node| self.begin(node, pending.token, rdma, data, to))?;
         Ok(pending)
     }
@@ -281,9 +281,9 @@ impl Socket {
         std::future::poll_fn(|cx| self.poll(cx, || self.try_operate(rdma, data, to))).await
     }
 
-    fn pending(&self) -> Pending<'_> {
-        let token = self.node.shared.new_operation();
-        Pending { socket: self, token }
+    fn pending(&self) -> io::Result<Pending<'_>> {
+        let token = self.node.new_operation()?;
+        Ok(Pending { socket: self, token })
     }
 
     fn begin(

@@ -12,7 +12,7 @@ use std::{
 
 use rds::{Error, Message, Node, Received, SocketId};
 
-use crate::{shared::would_block, thread::Thread};
+use crate::thread::{Thread, would_block};
 
 /// Socket of a node. It may be used by several threads and tasks at once; it is closed when it is dropped. Errors have the kernel's numbers.
 ///
@@ -31,9 +31,9 @@ impl fmt::Debug for Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        self.node.shared.forget(self.id);
+        self.node.forget(self.id);
         // The node may have ended.
-        let _ = self.node.shared.call(|node| node.close(self.id));
+        let _ = self.node.call(|node| node.close(self.id));
     }
 }
 
@@ -43,7 +43,7 @@ impl Socket {
     }
 
     pub(crate) fn call<T>(&self, f: impl FnOnce(&mut Node) -> Result<T, Error>) -> io::Result<T> {
-        self.node.shared.call(f)
+        self.node.call(f)
     }
 
     /// Binds to an address of the node; port 0: a free one. Returns the address.
@@ -85,7 +85,7 @@ impl Socket {
     /// # Errors
     /// `ENOTCONN` if it is not bound, `EMSGSIZE` above the send buffer or 1 MiB, `EOPNOTSUPP` to another address family.
     pub fn send_to(&self, data: &[u8], to: SocketAddr) -> io::Result<()> {
-        self.node.shared.wait(None, |node| node.send(self.id, Some(to), data))
+        self.node.wait(None, |node| node.send(self.id, Some(to), data))
     }
 
     /// Sends a message without waiting.
@@ -101,7 +101,7 @@ impl Socket {
     /// # Errors
     /// When the node has ended.
     pub fn recv(&self) -> io::Result<Message> {
-        self.node.shared.wait(None, |node| receive(node, self.id))
+        self.node.wait(None, |node| receive(node, self.id))
     }
 
     /// Receives the next message. Waits for it so long.
@@ -109,7 +109,7 @@ impl Socket {
     /// # Errors
     /// `TimedOut`, and when the node has ended.
     pub fn recv_timeout(&self, timeout: Duration) -> io::Result<Message> {
-        self.node.shared.wait(Some(timeout), |node| receive(node, self.id))
+        self.node.wait(Some(timeout), |node| receive(node, self.id))
     }
 
     /// Receives the next message without waiting.
@@ -125,12 +125,10 @@ impl Socket {
     /// # Errors
     /// `TimedOut`, and when the node has ended.
     pub fn flush(&self, timeout: Duration) -> io::Result<()> {
-        self.node
-            .shared
-            .wait(Some(timeout), |node| match node.unacked(self.id)? {
-                0 => Ok(()),
-                _ => Err(Error::WouldBlock),
-            })
+        self.node.wait(Some(timeout), |node| match node.unacked(self.id)? {
+            0 => Ok(()),
+            _ => Err(Error::WouldBlock),
+        })
     }
 
     /// Drops messages to an address that were not acknowledged. They may or may not have come.
@@ -159,7 +157,7 @@ impl Socket {
 
     pub(crate) fn poll<T>(&self, cx: &Context<'_>, f: impl Fn() -> io::Result<T>) -> Poll<io::Result<T>> {
         // First, so that no change between is missed.
-        self.node.shared.wake(self.id, cx.waker());
+        self.node.wake(self.id, cx.waker());
         match f() {
             Err(e) if would_block(&e) => Poll::Pending,
             result => Poll::Ready(result),
