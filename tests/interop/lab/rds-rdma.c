@@ -16,7 +16,7 @@
 #define SOL_RDS 276
 #define LEN 60000
 enum { ARGS = 1, DEST = 2, MAP = 3, STATUS = 4 };
-enum { READWRITE = 1, FENCE = 2, NOTIFY_ME = 0x20, SILENT = 0x40 };
+enum { READWRITE = 1, FENCE = 2, NOTIFY_ME = 0x20 };
 
 struct iov { uint64_t addr, bytes; };
 struct map { struct iov vec; uint64_t cookie_addr, flags; };
@@ -101,12 +101,13 @@ static void check(const unsigned char *at, int seed, const char *what)
 	fflush(stdout);
 }
 
-/* Operates on a part of the peer's memory, and of ours: with a message, or without if there is no text. */
+/* Operates on a part of the peer's memory, and of ours. A message goes with it: the kernel reports an operation without one only when
+ * another has completed. */
 static void operate_at(uint64_t cookie, unsigned char *memory, size_t at, size_t len, uint64_t flags, const char *text)
 {
 	/* Two pieces. */
 	struct iov local[2] = { { (uintptr_t)memory + at, 1000 }, { (uintptr_t)memory + at + 1000, len - 1000 } };
-	struct args args = { cookie, { at, len }, (uintptr_t)local, 2, flags | NOTIFY_ME | (*text ? 0 : SILENT), 77 };
+	struct args args = { cookie, { at, len }, (uintptr_t)local, 2, flags | NOTIFY_ME, 77 };
 	struct status status;
 	send_with(text, ARGS, &args, sizeof args);
 	receive("", STATUS, &status, sizeof status);
@@ -133,6 +134,8 @@ static void call(unsigned char *offered, unsigned char *own)
 {
 	uint64_t theirs;
 	offer(offered, 1);
+	receive("got", 0, NULL, 0);
+	receive("end", 0, NULL, 0);
 	receive("written", 0, NULL, 0);
 	check(offered, 2, "WRITE of the peer");
 	receive("offer", DEST, &theirs, sizeof theirs);
@@ -149,11 +152,11 @@ static void answer(unsigned char *offered, unsigned char *own)
 	printf("waiting\n");
 	fflush(stdout);
 	receive("offer", DEST, &theirs, sizeof theirs);
-	operate(theirs, own, 0, "");
+	operate(theirs, own, 0, "got");
 	check(own, 1, "READ");
 	fill(own, 2);
 	/* The end first, so that the offset counts. */
-	operate_at(theirs, own, 5000, LEN - 5000, READWRITE, "");
+	operate_at(theirs, own, 5000, LEN - 5000, READWRITE, "end");
 	operate_at(theirs, own, 0, 5000, READWRITE, "written");
 	offer(offered, 3);
 	receive("read", 0, NULL, 0);

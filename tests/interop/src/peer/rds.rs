@@ -118,13 +118,14 @@ fn rdma(socket: &Socket) -> Result<(), Error> {
     println!("{peer} offers {cookie}");
     let buffer = Buffer::new(RDMA_LEN)?;
     socket
-        .operate(&Rdma::read(&buffer, 0..RDMA_LEN, cookie), None, peer)?
+        .operate(&Rdma::read(&buffer, 0..RDMA_LEN, cookie), Some(b"got"), peer)?
         .wait()?;
     check(&buffer, 1, "READ of the kernel's memory")?;
     buffer.write(0, &pattern(2))?;
     // The end first, so that the offset counts.
     let end = Rdma::write(&buffer, 5000..RDMA_LEN, cookie).at(5000);
     socket.operate(&end, None, peer)?.wait()?;
+    socket.send_to(b"end", peer)?;
     let begin = Rdma::write(&buffer, 0..5000, cookie);
     socket.operate(&begin, Some(b"written"), peer)?.wait()?;
     let ours = Buffer::new(RDMA_LEN)?;

@@ -23,6 +23,7 @@ pub(super) fn list() -> Vec<Scenario> {
         add("messages", Direction::Both, true, messages);
         add("rdma", Direction::KernelToOurs, true, rdma);
         add("programs", Direction::Both, false, programs::everything);
+        add("programs-rdma", Direction::Both, false, programs::rdma);
     }
     let lossy = [("rds-loss1", "loss 1%"), ("rds-loss5", "loss 5%")];
     all.extend(lossy.map(|(name, netem)| {

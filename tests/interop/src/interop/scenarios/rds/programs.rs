@@ -39,23 +39,31 @@ impl<'c, 'a> Ends<'c, 'a> {
 
     /// Starts `rds-peer`: the first word is its command, `@` the other end's address.
     fn start(&mut self, side: Side, words: &str) -> Result<Proc, Error> {
+        let (command, words) = words.split_once(' ').unwrap_or((words, ""));
+        self.program(side, &["rds-peer", command], words)
+    }
+
+    /// Starts `rds-rdma`, which answers at a port, or calls one at the other end (`@`).
+    fn rdma(&mut self, side: Side, words: &str) -> Result<Proc, Error> {
+        self.program(side, &["rds-rdma"], words)
+    }
+
+    /// Starts a program of the lab: its name and the words before its own address, then those behind it.
+    fn program(&mut self, side: Side, before: &[&str], behind: &str) -> Result<Proc, Error> {
         let (host, far) = (self.c.host(self.ip)?.to_string(), self.c.far.addr(self.ip)?.to_string());
         let (own, other) = if side == Side::Ours { (host, far) } else { (far, host) };
-        let mut words: Vec<&str> = words.split_whitespace().collect();
-        words.insert(1, &own);
-        let words = words.into_iter().map(|word| if word == "@" { &*other } else { word });
+        let behind = behind.split_whitespace();
+        let behind = behind.map(|word| if word == "@" { &*other } else { word });
+        let words: Vec<&str> = before.iter().copied().chain([&*own]).chain(behind).collect();
         self.started += 1;
         let name = format!("{}-{side:?}", self.started).to_lowercase();
         match side {
             Side::Ours => {
-                let program = self.c.places.lab.join("rds-peer").display().to_string();
-                let words: Vec<String> = [program].into_iter().chain(words.map(str::to_owned)).collect();
+                let mut words: Vec<String> = words.into_iter().map(str::to_owned).collect();
+                words[0] = self.c.places.lab.join(&words[0]).display().to_string();
                 self.c.under_run(&name, &words, self.ip)
             }
-            Side::Kernel => {
-                let words: Vec<&str> = ["rds-peer"].into_iter().chain(words).collect();
-                self.c.theirs(&name, &words, SECONDS)
-            }
+            Side::Kernel => self.c.theirs(&name, &words, SECONDS),
         }
     }
 
@@ -122,6 +130,27 @@ pub(super) fn everything(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
         "{}; 4 processes of ours share a connection: passed",
         said.join("; ")
     ))
+}
+
+/// A program reads and writes memory that the other one offers, and the other way round: ours calls, then the kernel's.
+pub(super) fn rdma(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let mut ends = Ends::new(c, ip)?;
+    let mut steps = 0;
+    for (side, port) in Side::BOTH.into_iter().zip(["4030", "4031"]) {
+        let mut answers = ends.rdma(side.other(), port)?;
+        answers.wait_for("waiting", START)?;
+        let call = ends.rdma(side, &format!("@ {port}"))?.finish(PATIENCE);
+        let answer = answers.finish(PATIENCE);
+        let said = match (call, answer) {
+            (Ok(call), Ok(answer)) => call + &answer,
+            (call, answer) => return Err(format!("{side:?} calls: {call:?}\n{answer:?}").into()),
+        };
+        steps += said.lines().filter(|line| line.ends_with(": 60000 bytes")).count();
+    }
+    match steps {
+        10 => Ok("60000 bytes read and written by each side, whoever called: passed".to_owned()),
+        _ => Err(format!("{steps} steps of 10").into()),
+    }
 }
 
 /// A stream each way, at the same time, of so many messages up to so many bytes long, so many us apart. `meanwhile` is run when both
