@@ -69,7 +69,14 @@ const ALONE: [(&str, &str); 4] = [
 ];
 
 /// Packages whose ignored tests need other programs, or privileges.
-const CLIENTS_OF: &[&str] = &["roce-pcap", "rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
+const CLIENTS_OF: &[&str] = &[
+    "roce-pcap",
+    "rnbd-disk",
+    "rnbd-host",
+    "ferroce-lnet-sim",
+    "ferroce-tests",
+    "ferroce-wire",
+];
 /// Tests of those that make a namespace, mount a file system, set up a loop device or run as several users.
 const PRIVILEGED: &[&str] = &[
     "a_block_device_has_its_own_geometry",
