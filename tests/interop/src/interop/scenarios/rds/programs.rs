@@ -139,8 +139,8 @@ pub(super) fn rdma(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     for (side, port) in Side::BOTH.into_iter().zip(["4030", "4031"]) {
         let mut answers = ends.rdma(side.other(), port)?;
         answers.wait_for("waiting", START)?;
-        let call = ends.rdma(side, &format!("@ {port}"))?.finish(PATIENCE);
-        let answer = answers.finish(PATIENCE);
+        let call = ends.rdma(side, &format!("@ {port}"))?.finish(TIMEOUT);
+        let answer = answers.finish(TIMEOUT);
         let said = match (call, answer) {
             (Ok(call), Ok(answer)) => call + &answer,
             (call, answer) => return Err(format!("{side:?} calls: {call:?}\n{answer:?}").into()),
