@@ -153,7 +153,7 @@ impl Console {
         let data = destinations_to_bytes(&plan.nodes);
         let source = Buffer::allocate(data.len()).ok_or_else(|| Failure::Local("no memory".into()))?;
         source.write(&data);
-        let body = self.test(plan, plan.loops.unwrap_or(u32::MAX), true);
+        let body = self.client_test(plan);
         let request = (self.features, body);
         self.client.call(node, now, peer, request, Data::Source(source))
     }
@@ -180,6 +180,11 @@ impl Console {
             argument: if is_query { 0 } else { argument },
         };
         self.call(node, now, peer, body)
+    }
+
+    /// Returns the request for a test of other nodes.
+    pub(super) fn client_test(&self, plan: &TestPlan) -> Body {
+        self.test(plan, plan.loops.unwrap_or(u32::MAX), true)
     }
 
     fn test(&self, plan: &TestPlan, loops: u32, is_client: bool) -> Body {

@@ -2,6 +2,7 @@
 //!
 //! - [`Target`]: answers pings and bulk tests of other nodes, and tests other nodes when a console has it do so.
 //! - [`Console`]: has nodes test each other.
+//! - [`Run`]: tests other nodes by itself, as their console and client.
 //! - [`Client`]: sends single requests, as of a ping.
 //!
 //! All hand what the node reports to `output`, and act through the node. There is no authentication: anybody may test, and be a console.
@@ -10,6 +11,7 @@ mod client;
 mod console;
 mod errno;
 pub mod proto;
+mod run;
 mod session;
 mod slots;
 mod target;
@@ -17,5 +19,6 @@ mod wire;
 
 pub use client::{CallError, CallId, Client, Data};
 pub use console::{Console, TestPlan};
+pub use run::{NodeCounters, Run, RunCounts, RunError, RunEvent, RunPlan};
 pub use target::{Target, TargetConfig};
 pub use wire::Name;

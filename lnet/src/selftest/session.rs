@@ -113,6 +113,8 @@ pub(super) struct Session {
     bulk_bytes: usize,
     bulk_errors: u32,
     ping_errors: u32,
+    /// Requests whose reply and data were right.
+    done: u64,
 }
 
 /// Most units, and bytes of their data, that a session may have.
@@ -133,7 +135,13 @@ impl Session {
             bulk_bytes: 0,
             bulk_errors: 0,
             ping_errors: 0,
+            done: 0,
         }
+    }
+
+    /// Requests that have ended: those with the right reply and data, and others.
+    pub(super) const fn requests(&self) -> (u64, u64) {
+        (self.done, self.bulk_errors as u64 + self.ping_errors as u64)
     }
 
     pub(super) fn counters(&self, now: Instant) -> FrameworkCounters {
@@ -324,8 +332,10 @@ impl Session {
             || unit.state == UnitState::Running(Some(0))
             || !is_right && test.stops_on_error
             || unit.state == UnitState::Idle;
-        if !is_right && *result != Err(CallError::Canceled) {
-            self.failed(at);
+        match is_right {
+            true => self.done += 1,
+            false if *result == Err(CallError::Canceled) => {}
+            false => self.failed(at),
         }
         match is_over {
             true => self.idle(at),
@@ -363,7 +373,7 @@ fn active(tests: &[Test]) -> u32 {
 }
 
 /// Bytes of a unit's data. Returns an error number for parameters that are not possible.
-fn bulk_len(parameters: &Parameters) -> Result<usize, u32> {
+pub(super) fn bulk_len(parameters: &Parameters) -> Result<usize, u32> {
     match *parameters {
         Parameters::Ping { .. } => Ok(0),
         Parameters::Bulk {
