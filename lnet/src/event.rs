@@ -71,6 +71,10 @@ pub enum Output {
     Done(JobId, Result<u32, Failure>),
     /// A peer's operation has ended, with so many bytes.
     Served(Served, Result<u32, Failure>),
+    /// A peer has asked what this node is, and is answered.
+    Pinged(Nid),
+    /// A peer has sent what it is itself (discovery), which was acknowledged and forgotten.
+    Pushed(Nid),
     /// An entry is gone, and nobody uses its memory any more.
     Unlinked(EntryId),
     /// A connection stands.

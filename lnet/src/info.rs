@@ -1,6 +1,6 @@
 //! State of a node, to be shown.
 
-use crate::proto::Nid;
+use crate::{event::Negotiated, proto::Nid};
 
 /// State of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -9,8 +9,8 @@ pub struct ConnectionInfo {
     pub peer: Nid,
     /// Both sides may send.
     pub is_established: bool,
-    /// The peer's incarnation.
-    pub incarnation: u64,
+    /// Parameters.
+    pub negotiated: Negotiated,
     /// Credits.
     pub credits: CreditInfo,
     /// Messages that wait to be sent.

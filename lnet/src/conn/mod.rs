@@ -119,7 +119,7 @@ impl Connection {
         ConnectionInfo {
             peer: self.peer,
             is_established: self.phase == Phase::Established,
-            incarnation: self.stamp,
+            negotiated: self.negotiated(),
             credits: self.credits.info(),
             queued: self.queued(),
             in_flight: self.in_flight.len(),
@@ -464,9 +464,11 @@ impl Connection {
     /// # Errors
     /// The connection has failed.
     pub(crate) fn completed(&mut self, wc: &roce_verbs::Completion) -> Result<MessageDone, Failure> {
-        self.link
-            .completed(wc)
-            .map_err(|status: WcStatus| Failure::Completion(status))
+        self.link.completed(wc).map_err(|status: WcStatus| match status {
+            // The queue pair has failed: what came before says why, or the connection manager has ended it.
+            WcStatus::FlushError => Failure::Disconnected,
+            status => Failure::Completion(status),
+        })
     }
 
     /// Destroys it; nothing of it is under way. Returns its transfers, which have failed.

@@ -1,7 +1,7 @@
 //! Turns of the loop: completions, events, timers.
 
 use roce_verbs::{
-    Completion, Instant,
+    Completion, Instant, WcStatus,
     messages::MessageDone,
     provider::{CmKind, CmRef, Cx, Event, QpId},
 };
@@ -14,7 +14,9 @@ impl Node {
     pub fn completion(&mut self, cx: &mut Cx<'_>, qp: QpId, wc: &Completion) -> bool {
         let Some(&id) = self.by_qp.get(&qp) else { return false };
         let conn = &mut self.conns[id];
-        if conn.phase == Phase::Closing {
+        // Receives are flushed before the event that says why there is no connection.
+        let is_opening = matches!(conn.phase, Phase::Resolving | Phase::Connecting | Phase::Accepting);
+        if conn.phase == Phase::Closing || (is_opening && wc.status == WcStatus::FlushError) {
             return true;
         }
         let done = match conn.completed(wc) {

@@ -9,7 +9,7 @@ use super::Node;
 use crate::{
     buffer::Buffer,
     conn::{Awaited, ConnId, Content, Cookie, Phase, Target, Tx},
-    event::{Failure, JobId, Of, Served},
+    event::{Failure, JobId, Of, Output, Served},
     portal::{Matched, Wanted},
     proto::{
         Body, ByteOrder, Completion, Features, Handle, LnetHdr, Message, MsgType, NET_LO, NiStatus, Nid, Operation,
@@ -255,6 +255,7 @@ impl Node {
             let info = self.ping_info();
             let source = Buffer::allocate(info.len())?;
             source.write(&info);
+            self.out.push_back(Output::Pinged(from));
             return Some((source.part(0, info.len().min(room))?, Of::Nobody));
         }
         let wanted = Wanted {
@@ -302,6 +303,7 @@ impl Node {
                 portal: PING_PORTAL,
                 ..
             } if ack_md != Handle::NONE && len as usize <= MAX_PUSH => {
+                self.out.push_back(Output::Pushed(self.conns[id].peer));
                 self.acknowledge(now, id, (ack_md, hdr.src_pid.get()), PING_MATCH_BITS, len)
             }
             _ => {

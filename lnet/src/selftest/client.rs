@@ -265,7 +265,9 @@ impl Client {
                 }
                 self.finish(id);
             }
-            Output::Up(..) | Output::Down(..) | Output::Refused(..) => return false,
+            Output::Up(..) | Output::Down(..) | Output::Refused(..) | Output::Pinged(_) | Output::Pushed(_) => {
+                return false;
+            }
         }
         true
     }

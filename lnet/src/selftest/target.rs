@@ -165,7 +165,9 @@ impl Target {
                 };
                 self.moved(node, now, moving, result);
             }
-            Output::Up(..) | Output::Down(..) | Output::Refused(..) => return false,
+            Output::Up(..) | Output::Down(..) | Output::Refused(..) | Output::Pinged(_) | Output::Pushed(_) => {
+                return false;
+            }
         }
         true
     }

@@ -14,7 +14,7 @@ use roce_verbs::{
 
 use crate::{
     machine::Machine,
-    shared::{Command, Shared},
+    shared::{Command, Shared, Turned},
 };
 
 /// Machine on its loop.
@@ -52,23 +52,21 @@ impl<M: Machine> MachineService<M> {
         };
         let machine = make(&mut cx)?;
         self.next_timeout = machine.next_timeout();
-        self.shared.in_turn(|state| state.machine = Some(machine));
+        self.shared.begin(machine);
         Ok(())
     }
 
     /// Works on the machine, if it is there still.
-    fn with(&mut self, turn: &mut TurnCx<'_, ()>, f: impl FnOnce(&mut M, &mut Cx<'_>)) {
+    fn with(&mut self, turn: &mut TurnCx<'_, ()>, f: impl FnOnce(&mut M, &mut Cx<'_>)) -> Turned {
         let rng = &mut self.rng;
         let mut cx = Cx {
             now: turn.now,
             provider: turn.device.provider(),
             random: &mut |out: &mut [u8]| rng.fill_bytes(out),
         };
-        self.next_timeout = self.shared.in_turn(|state| {
-            let machine = state.machine.as_mut()?;
-            f(machine, &mut cx);
-            machine.next_timeout()
-        });
+        let turned = self.shared.in_turn(|machine| f(machine, &mut cx));
+        self.next_timeout = turned.next_timeout;
+        turned
     }
 }
 
@@ -80,7 +78,9 @@ impl<M: Machine> Service for MachineService<M> {
         // What there is to post leaves at the turn's end.
         match command {
             Command::Flush => {}
-            Command::Run(work) => self.with(turn, work),
+            Command::Run(work) => {
+                self.with(turn, work);
+            }
             Command::Stop => {
                 self.stopping = true;
                 self.with(turn, |machine, cx| machine.stop(cx));
@@ -105,14 +105,13 @@ impl<M: Machine> Service for MachineService<M> {
     }
 
     fn end(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.with(turn, |machine, cx| machine.end_batch(cx));
-        if self.stopping {
-            let stopped = self
-                .shared
-                .in_turn(|state| state.machine.as_ref().is_none_or(Machine::is_stopped));
-            if stopped {
-                turn.stop();
-            }
+        let turned = self.with(turn, |machine, cx| machine.end_batch(cx));
+        if turned.wants_turn {
+            // What its reports have led to is posted in another turn.
+            self.shared.command(Command::Flush);
+        }
+        if self.stopping && turned.is_stopped {
+            turn.stop();
         }
     }
 

@@ -9,7 +9,7 @@ use std::{
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use roce::reactor::Handle;
-use roce_verbs::provider::Cx;
+use roce_verbs::{self as verbs, provider::Cx};
 
 use crate::machine::Machine;
 
@@ -26,6 +26,13 @@ pub(crate) enum Command<M> {
     Stop,
 }
 
+/// State of a machine after a part of a turn.
+pub(crate) struct Turned {
+    pub(crate) next_timeout: Option<verbs::Instant>,
+    pub(crate) wants_turn: bool,
+    pub(crate) is_stopped: bool,
+}
+
 /// See the module.
 pub(crate) struct Shared<M: Machine> {
     state: Mutex<State<M>>,
@@ -35,9 +42,9 @@ pub(crate) struct Shared<M: Machine> {
 }
 
 /// State behind the lock, which is never held while something waits.
-pub(crate) struct State<M: Machine> {
+struct State<M: Machine> {
     /// `None` before the first turn and after the last.
-    pub(crate) machine: Option<M>,
+    machine: Option<M>,
     /// Tasks to wake when a part of the machine changes.
     wakers: HashMap<M::Key, Vec<Waker>>,
     /// Tasks to wake once the lock is free.
@@ -89,13 +96,25 @@ impl<M: Machine> Shared<M> {
         self.handle.command(command);
     }
 
-    /// Works on the state in a turn of the machine's thread.
-    pub(crate) fn in_turn<T>(&self, f: impl FnOnce(&mut State<M>) -> T) -> T {
+    /// The machine begins.
+    pub(crate) fn begin(&self, machine: M) {
+        self.state.lock().machine = Some(machine);
+    }
+
+    /// Works on the machine in a turn of its thread, if it is there still.
+    pub(crate) fn in_turn(&self, f: impl FnOnce(&mut M)) -> Turned {
         let mut state = self.state.lock();
-        let result = f(&mut state);
+        if let Some(machine) = &mut state.machine {
+            f(machine);
+        }
         self.report(&mut state);
+        let turned = Turned {
+            next_timeout: state.machine.as_ref().and_then(Machine::next_timeout),
+            wants_turn: state.machine.as_ref().is_some_and(Machine::wants_turn),
+            is_stopped: state.machine.as_ref().is_none_or(Machine::is_stopped),
+        };
         self.wake_up(state);
-        result
+        turned
     }
 
     /// Calls the machine.
@@ -138,12 +157,11 @@ impl<M: Machine> Shared<M> {
 
     /// Calls the machine once. What is to be posted leaves by its thread.
     fn attempt<T>(&self, state: &mut State<M>, f: impl FnOnce(&mut M) -> T) -> io::Result<T> {
-        let machine = state.machine()?;
-        let result = f(machine);
-        if machine.wants_turn() {
+        let result = f(state.machine()?);
+        self.report(state);
+        if state.machine.as_ref().is_some_and(Machine::wants_turn) {
             self.command(Command::Flush);
         }
-        self.report(state);
         Ok(result)
     }
 

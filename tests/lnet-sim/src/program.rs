@@ -140,6 +140,8 @@ impl Side {
                 Output::Served(_, Ok(_)) => env.coverage.note("GET served"),
                 Output::Served(_, Err(_)) => env.coverage.note("operation of a peer that failed"),
                 Output::Unlinked(entry) => return Err(format!("{entry:?} is gone")),
+                Output::Pinged(_) => env.coverage.note("ping answered"),
+                Output::Pushed(_) => env.coverage.note("ping information of a peer"),
                 Output::Up(..) => env.coverage.note("connection"),
                 Output::Down(_, Failure::Message(e)) => return Err(format!("a message of a peer: {e}")),
                 Output::Down(_, Failure::Credits(e)) => return Err(format!("credits: {e}")),
