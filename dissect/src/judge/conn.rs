@@ -93,7 +93,13 @@ impl Conn {
         }
     }
 
-    fn request(&mut self, event: &Event, o: &Observed<'_>, pair: Option<&mut RdsPair>, findings: &mut Vec<Finding>) {
+    fn request(
+        &mut self,
+        event: &Event,
+        o: &Observed<'_>,
+        mut pair: Option<&mut RdsPair>,
+        findings: &mut Vec<Finding>,
+    ) {
         let sender = event.sender;
         let Self {
             protocol,
@@ -107,7 +113,7 @@ impl Conn {
             protocol.lost(sender, claims);
         }
         if let (false, Protocol::Rds(rds, _), Some(payload)) = (taken.in_order, &mut *protocol, o.payload) {
-            rds.early(sender, payload);
+            rds.early(sender, payload, pair.as_deref_mut());
         }
         let Some(message) = taken.message else {
             let is_message = matches!(event.opcode.info().class, Class::Send | Class::Write);

@@ -98,10 +98,15 @@ impl Rds {
     }
 
     /// Notes a packet of a side that comes out of order.
-    pub(super) fn early(&mut self, sender: usize, payload: &[u8]) {
+    pub(super) fn early(&mut self, sender: usize, payload: &[u8], pair: Option<&mut RdsPair>) {
         if let Ok((header, _)) = Header::parse(payload) {
+            let sequence = header.sequence.get();
             let early = &mut self.sides[sender].early;
-            *early = header.sequence.get().max(*early);
+            *early = sequence.max(*early);
+            let node = self.node(sender);
+            if let Some(pair) = pair {
+                pair.early(node, sequence);
+            }
         }
     }
 

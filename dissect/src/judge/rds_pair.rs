@@ -26,6 +26,12 @@ impl RdsPair {
         self.nodes[node].highest
     }
 
+    /// Notes a message of a node that its peer may have kept while one before it was missing: it may acknowledge it over a later connection.
+    pub(super) fn early(&mut self, node: usize, sequence: u64) {
+        let highest = &mut self.nodes[node].highest;
+        *highest = Some(sequence.max(highest.unwrap_or(0)));
+    }
+
     /// Notes a message of a node. `begins`: it is the first on its connection, and new.
     pub(super) fn sent(&mut self, node: usize, sequence: u64, begins: bool) {
         let node = &mut self.nodes[node];

@@ -287,6 +287,31 @@ fn messages_that_a_peer_has_kept_may_be_acknowledged() {
     assert!(findings.iter().any(|f| f.rule == Rule::RdsAckFuture), "{findings:?}");
 }
 
+/// Message 39 is lost, the peer keeps 40 to 61, and has 39 from a packet that the capture lacks when the connection ends: it acknowledges
+/// them over the next one.
+#[test]
+fn messages_that_a_peer_has_kept_may_be_acknowledged_over_the_next_connection() {
+    let whole = load("rds/loss");
+    let before = (1..=170).chain((172..=230).filter(|frame| whole[frame - 1].src.ip() == whole[0].src.ip()));
+    let after = (231..=259).chain(306..=310).chain(260..=305);
+    let frames: Vec<usize> = before.chain(after).collect();
+    let mut packets: Vec<_> = (0u64..)
+        .zip(&frames)
+        .map(|(step, frame)| {
+            let mut packet = whole[frame - 1].clone();
+            packet.time_ns = whole[0].time_ns + step * 50_000;
+            packet
+        })
+        .collect();
+    let at = packets.len() - 50;
+    header(&mut packets, at, |h| h[15] = 44);
+    let findings = judge(&packets);
+    assert!(!findings.iter().any(|f| f.rule == Rule::RdsAckFuture), "{findings:?}");
+    header(&mut packets, at, |h| h[15] = 62);
+    let findings = judge(&packets);
+    assert!(findings.iter().any(|f| f.rule == Rule::RdsAckFuture), "{findings:?}");
+}
+
 #[test]
 fn severities_are_those_of_the_specification() {
     let notes: Vec<_> = Rule::ALL
