@@ -25,6 +25,7 @@ mod machine;
 mod node;
 mod pending;
 mod queue;
+mod selftest;
 
 pub use entry::{Attached, EntryEvent};
 pub use error::Error;
@@ -32,7 +33,11 @@ pub use lnet::{
     Buffer, Config, ConnectionInfo, Counters, Entry, EntryOptions, Failure, Get, Negotiated, Output, Put, Refusal,
     Rejected, Served, TieBreak,
     proto::{Features, NiStatus, Nid, STATUS_DOWN, STATUS_UP, Why},
-    selftest::TargetConfig,
+    selftest::{
+        NodeCounters, RunCounts, RunError, RunEvent, RunPlan, TargetConfig,
+        proto::{Body as SelfTestBody, Parameters, Pattern},
+    },
 };
 pub use node::{LnetNode, NodeOptions};
 pub use pending::{Pending, PendingPing, PingReply};
+pub use selftest::SelfTest;

@@ -1,8 +1,11 @@
 //! Node, and the operations and events that programs wait for.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
-use lnet::{Entry, EntryId, Failure, JobId, Node, Output, Served, selftest::Target};
+use lnet::{
+    Entry, EntryId, Failure, JobId, Node, Output, Served,
+    selftest::{Run, RunEvent, Target},
+};
 use roce_host::Machine;
 use roce_verbs::{
     Completion, Instant,
@@ -20,6 +23,8 @@ pub(crate) enum Key {
     Entry(EntryId),
     /// The events of the node.
     Events,
+    /// The reports of the test of other nodes.
+    Reports,
 }
 
 /// End of a peer's operation.
@@ -43,6 +48,9 @@ pub(crate) struct LnetMachine {
     jobs: HashMap<JobId, Option<Result<u32, Failure>>>,
     entries: HashMap<EntryId, EntryState>,
     pub(crate) events: Queue<Output>,
+    /// Test of other nodes, and its reports: they come when they are asked for.
+    pub(crate) run: Option<Run>,
+    pub(crate) reports: VecDeque<RunEvent>,
 }
 
 impl LnetMachine {
@@ -53,6 +61,8 @@ impl LnetMachine {
             jobs: HashMap::new(),
             entries: HashMap::new(),
             events: Queue::default(),
+            run: None,
+            reports: VecDeque::new(),
         }
     }
 
@@ -147,6 +157,9 @@ impl Machine for LnetMachine {
         if let Some(target) = &mut self.target {
             target.timeout(&mut self.node, cx.now);
         }
+        if let Some(run) = &mut self.run {
+            run.timeout(&mut self.node, cx.now);
+        }
     }
 
     fn end_batch(&mut self, cx: &mut Cx<'_>) {
@@ -155,7 +168,8 @@ impl Machine for LnetMachine {
 
     fn next_timeout(&self) -> Option<Instant> {
         let target = self.target.as_ref().and_then(Target::next_timeout);
-        self.node.next_timeout().into_iter().chain(target).min()
+        let run = self.run.as_ref().and_then(Run::next_timeout);
+        [self.node.next_timeout(), target, run].into_iter().flatten().min()
     }
 
     fn wants_turn(&self) -> bool {
@@ -172,13 +186,19 @@ impl Machine for LnetMachine {
 
     fn take_reports(&mut self, changed: &mut dyn FnMut(Key)) {
         while let Some(output) = self.node.poll_output() {
-            let of_selftest = match &mut self.target {
-                Some(target) => target.output(&mut self.node, roce::now(), &output),
-                None => false,
+            let (node, now) = (&mut self.node, roce::now());
+            let run = self.run.as_mut();
+            let is_taken = run.is_some_and(|run| run.output(node, now, &output)) || {
+                let target = self.target.as_mut();
+                target.is_some_and(|target| target.output(node, now, &output))
             };
-            if !of_selftest {
+            if !is_taken {
                 self.take_report(output, changed);
             }
+        }
+        while let Some(report) = self.run.as_mut().and_then(Run::poll) {
+            self.reports.push_back(report);
+            changed(Key::Reports);
         }
     }
 }

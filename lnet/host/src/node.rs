@@ -94,6 +94,10 @@ impl LnetNode {
         })
     }
 
+    pub(crate) fn hosted(&self) -> &Arc<Hosted<LnetMachine>> {
+        &self.hosted
+    }
+
     /// Its NID.
     pub fn nid(&self) -> Nid {
         self.nid

@@ -1,6 +1,7 @@
 //! Nodes on loopback addresses.
 
 mod examples;
+mod selftest;
 
 use std::{net::Ipv4Addr, time::Duration};
 
