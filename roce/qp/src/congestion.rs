@@ -251,7 +251,7 @@ impl DelayAware {
             self.competition = Competition::DelayBased;
             self.probed = now;
             self.competed = self.competed.filter(|(at, _)| now.saturating_since(*at) < WARY);
-            self.failed_probes = if self.competed.is_some() { FAILED_PROBES - 1 } else { 0 };
+            self.failed_probes = if self.competed.is_some() { FAILED_PROBES } else { 0 };
         }
         if let Some((left, back)) = self.probe {
             let found = self.queue == Queue::Empty;

@@ -94,3 +94,30 @@ impl DatagramSource {
         out
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// RFC 1071: with the checksum the words add up to all ones.
+    #[test]
+    fn the_checksum_is_right_for_every_sum() {
+        let (src, dst) = (Ipv4Addr::new(250, 1, 250, 2), Ipv4Addr::new(240, 1, 2, 3));
+        for identification in 0..=u16::MAX {
+            let source = DatagramSource {
+                src: src.into(),
+                dst: dst.into(),
+                traffic_class: 3,
+                hop_limit: 64,
+                identification,
+            };
+            let header = source.ipv4(src, dst, 100);
+            let words = header[GRH_LEN - IPV4_HEADER..].chunks(2);
+            let mut sum: u32 = words.map(|w| u32::from(w[0]) << 8 | u32::from(w[1])).sum();
+            while sum > 0xffff {
+                sum = (sum & 0xffff) + (sum >> 16);
+            }
+            assert_eq!(sum, 0xffff, "{identification:#x}");
+        }
+    }
+}

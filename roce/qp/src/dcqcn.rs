@@ -295,4 +295,139 @@ mod tests {
         }
         assert!(point.pace.is_none());
     }
+
+    fn us(us: u64) -> Duration {
+        Duration::from_micros(us)
+    }
+
+    /// A pace of 1 GB/s, whose path has shown so much congestion.
+    fn pace(congestion: f64) -> Pace {
+        Pace {
+            congestion,
+            ..Pace::new(at(0), 1e9)
+        }
+    }
+
+    #[test]
+    fn a_cut_depends_on_the_congestion_so_far_and_adds_a_sixteenth_of_the_rest() {
+        for (before, rate, after) in [
+            (1.0, 0.5e9, 1.0),
+            (0.5, 0.75e9, 0.53125),
+            (0.0, 1e9, 0.0625),
+            (0.2, 0.9e9, 0.25),
+        ] {
+            let mut pace = pace(before);
+            pace.cut(at(1000), us(20));
+            assert!((pace.rate - rate).abs() < 1.0, "{pace:?}");
+            assert!((pace.congestion - after).abs() < 1e-12, "{pace:?}");
+            assert_eq!((pace.target, pace.unit), (1e9, UNIT));
+            pace.cut(at(2000), us(300));
+            assert_eq!(pace.unit, us(300), "no less than a round trip");
+        }
+    }
+
+    #[test]
+    fn congestion_falls_by_a_sixteenth_in_each_unit_without_a_notification() {
+        let mut pace = pace(1.0);
+        for (us, falls) in [(54, 0), (55, 1), (60, 1), (109, 1), (110, 2), (275, 5)] {
+            pace.advance(at(us));
+            let expected = (15.0_f64 / 16.0).powi(falls);
+            assert!((pace.congestion - expected).abs() < 1e-12, "{us} us: {pace:?}");
+        }
+    }
+
+    #[test]
+    fn the_rate_grows_by_halves_then_by_additions_then_by_more() {
+        for (by_time, by_bytes, faster) in [
+            (1, 0, 0.0),
+            (5, 0, 0.0),
+            (5, 5, 0.0),
+            (6, 0, ADDITIVE),
+            (5, 6, ADDITIVE),
+            (6, 6, HYPER),
+            (9, 7, HYPER),
+        ] {
+            let mut pace = Pace {
+                rate: 0.5e9,
+                by_time,
+                by_bytes,
+                ..pace(1.0)
+            };
+            pace.grow();
+            assert_eq!(pace.target, 1e9 + faster, "{by_time} {by_bytes}");
+            assert_eq!(pace.rate, (0.5e9 + pace.target) / 2.0);
+        }
+    }
+
+    #[test]
+    fn time_and_bytes_are_counted_for_growth_and_credit() {
+        let mut pace = Pace { rate: 1e8, ..pace(1.0) };
+        pace.advance(at(165));
+        assert_eq!((pace.by_time, pace.by_bytes), (3, 0));
+        // Half of the way to 1 GB/s, three times; credit of the rate until then.
+        assert!((pace.rate - 887_500_000.0).abs() < 1.0, "{pace:?}");
+        assert!((pace.credit - 16_500.0).abs() < 1e-3, "{pace:?}");
+        for _ in 0..2 {
+            pace.on_sent(GROW_BYTES as usize - 1);
+            assert_eq!(pace.bytes, GROW_BYTES - 1);
+            pace.on_sent(1);
+        }
+        assert_eq!((pace.bytes, pace.by_bytes), (0, 2));
+        // No more than a burst is saved up; what was sent too much is paid for.
+        pace.credit = 0.0;
+        pace.advance(at(1_000_000));
+        assert_eq!(pace.credit, BURST);
+    }
+
+    #[test]
+    fn a_pause_ends_when_a_quarter_of_a_burst_is_earned() {
+        for (credit, us) in [(0.0, 16), (-16_000.0, 32), (-84_000.0, 100)] {
+            let mut point = notified();
+            point.pace = Some(Pace { credit, ..pace(1.0) });
+            assert_eq!(point.may_send(at(0)), Err(at(us)), "{credit}");
+        }
+    }
+
+    #[test]
+    fn the_rate_is_cut_once_in_a_unit() {
+        let mut point = notified();
+        let pace = |point: &ReactionPoint| point.pace.unwrap();
+        let first = pace(&point);
+        assert_eq!((first.cut, first.unit), (at(1100), UNIT));
+        point.on_notified(at(1154), RTT);
+        assert_eq!(pace(&point).cut, at(1100));
+        point.on_notified(at(1155), RTT);
+        assert_eq!(pace(&point).cut, at(1155));
+        assert!(pace(&point).rate < first.rate);
+    }
+
+    /// Sent bytes, time of the second notification, and the rate that is cut then.
+    #[test]
+    fn the_rate_is_measured_from_50_us_to_10_ms() {
+        for (sent, us, rate) in [
+            (50_000, 49, None),
+            (50_000, 50, Some(1e9)),
+            (50_000, 10_000, Some(5e6)),
+            (50_000, 10_001, None),
+            (0, 1000, None),
+            (0, 10_000, None),
+            (10, 1000, Some(LEAST)),
+        ] {
+            let mut point = ReactionPoint::new(at(0));
+            point.on_sent(sent);
+            point.on_notified(at(us), RTT);
+            assert_eq!(point.pace.map(|pace| pace.target), rate, "{sent} bytes in {us} us");
+            // A measurement that took too long begins again, any other goes on.
+            let (measured, counted) = if us > 10_000 { (at(us), 0) } else { (at(0), sent as u64) };
+            assert_eq!((point.measured, point.sent), (measured, counted));
+            assert_eq!(point.notified, at(us));
+        }
+    }
+
+    #[test]
+    fn half_a_second_after_a_notification_it_has_no_effect() {
+        let point = ReactionPoint::new(at(7));
+        assert!(!point.is_over(at(500_007)));
+        assert!(point.is_over(at(500_008)));
+    }
 }

@@ -384,4 +384,76 @@ mod tests {
         }
         assert!(pace.bucket.rate.is_none());
     }
+
+    #[test]
+    fn what_is_held_against_the_pace() {
+        for (arrived, lost, silence, burst) in [
+            (QUEUE, OVERFLOW, BLIND, Some(MIN_BURST)),
+            (QUEUE - 1, OVERFLOW, BLIND, None),
+            (QUEUE, OVERFLOW - 1, BLIND, None),
+            (QUEUE, OVERFLOW, BLIND - Duration::from_nanos(1), None),
+            (1000 * KB, 7000 * KB, LATE, Some(500 << 10)),
+        ] {
+            let mut pace = Pace::default();
+            pace.on_loss(at(5), silence, arrived, lost);
+            assert_eq!(
+                pace.bucket.rate.map(|rate| rate.burst),
+                burst,
+                "{arrived} {lost} {silence:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_burst_doubles_after_each_second_until_it_is_no_limit() {
+        let mut pace = Pace::default();
+        pace.on_loss(at(0), LATE, (16 << 20) * 2, OVERFLOW);
+        let mut burst = |now| {
+            let _ = pace.may_send(now);
+            pace.bucket.rate.map(|rate| rate.burst)
+        };
+        let ns = Duration::from_nanos;
+        assert_eq!(burst(at(1000)), Some(16 << 20));
+        assert_eq!(burst(at(1000) + ns(1)), Some(32 << 20));
+        assert_eq!(burst(at(2000) + ns(1)), Some(32 << 20));
+        assert_eq!(burst(at(2000) + ns(2)), None, "64 MiB");
+    }
+
+    /// However often it is asked.
+    #[test]
+    fn parts_of_a_byte_are_earned_too() {
+        let mut pace = free_bucket(NonZeroU64::new(1_000_000));
+        let begin = at(5);
+        assert_eq!(pace.may_send(begin), Ok(()));
+        pace.on_sent(2 * FREE_BURST as usize);
+        for n in 0..100 {
+            let now = begin + Duration::from_nanos(100 * n);
+            assert!(pace.may_send(now).is_err());
+        }
+        assert_eq!(pace.credit, 9 - FREE_BURST, "1 byte in a microsecond");
+    }
+
+    #[test]
+    fn a_pace_is_removed_after_two_periods_of_its_last_earning() {
+        let mut paces = FreePaces::default();
+        let period = paces.others.rate.unwrap().period;
+        let to = |n: u32| IpAddr::from(n.to_be_bytes());
+        let used = |paces: &mut FreePaces, now, n| {
+            let pace = paces.pace(now, to(n));
+            pace.at = now;
+        };
+        let start = at(5);
+        used(&mut paces, start, 0);
+        used(&mut paces, start + Duration::from_nanos(1), 1);
+        // Swept once in a period.
+        for (after, left) in [(period, 2), (period * 2 - Duration::from_nanos(1), 2), (period * 2, 1)] {
+            paces.sweep(start + after);
+            assert_eq!(paces.paces.len(), left, "{after:?}");
+        }
+        assert_eq!(paces.swept, start + period * 2);
+        paces.sweep(start + (period * 3 - Duration::from_nanos(1)));
+        assert_eq!((paces.swept, paces.paces.len()), (start + period * 2, 1));
+        paces.sweep(start + period * 3);
+        assert_eq!((paces.swept, paces.paces.len()), (start + period * 3, 0));
+    }
 }

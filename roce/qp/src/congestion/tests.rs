@@ -255,3 +255,256 @@ fn limits_hold_whatever_happens() {
     }
     assert_eq!(w.size(), CONFIG.max);
 }
+
+fn us(us: u64) -> Duration {
+    Duration::from_micros(us)
+}
+
+/// A state with round trips of 1600 us without a queue.
+fn usual(size: usize) -> DelayAware {
+    DelayAware {
+        size,
+        threshold: size,
+        shortest: [Some(us(1600)), None],
+        rtt: us(1600),
+        ..DelayAware::new(CONFIG)
+    }
+}
+
+#[test]
+fn a_queue_is_some_beyond_a_sixteenth_and_long_beyond_a_quarter_of_the_shortest_round_trip() {
+    for (rtt, queue) in [
+        (us(2200), Queue::Empty),
+        (us(2200) + Duration::from_nanos(1), Queue::Some),
+        (us(2500), Queue::Some),
+        (us(2500) + Duration::from_nanos(1), Queue::Long),
+    ] {
+        assert_eq!(usual(64 * KB).judge(rtt), queue, "{rtt:?}");
+    }
+}
+
+#[test]
+fn the_shortest_round_trip_is_forgotten_after_one_to_two_epochs() {
+    let mut control = usual(64 * KB);
+    for (s, shortest) in [(30, 1600), (31, 1600), (60, 1600), (61, 1600), (62, 2000), (92, 2000)] {
+        control.on_round_trip(at(s * 1_000_000), us(2000), false);
+        assert_eq!(control.shortest_rtt(), Some(us(shortest)), "after {s} s");
+    }
+    // The first round trip after an epoch begins the next one.
+    control.on_round_trip(at(93_000_000), us(1900), false);
+    assert_eq!(control.shortest, [Some(us(1900)), Some(us(2000))]);
+}
+
+#[test]
+fn only_a_probe_finds_a_shorter_round_trip_by_more_than_a_sixteenth() {
+    for (probed, before, least, shorter) in [
+        (true, 851, 800, true),
+        (true, 850, 800, false),
+        (true, 900, 860, false),
+        (true, 700, 800, false),
+        (false, 2000, 800, false),
+    ] {
+        let mut control = DelayAware {
+            shortest: [Some(us(least)), None],
+            probe: probed.then_some((1, 64 * KB)),
+            rtt_before: us(before),
+            ..usual(64 * KB)
+        };
+        control.end_round(at(1000), us(least), false);
+        assert_eq!(control.queue, Queue::Empty);
+        assert_eq!(control.found_shorter, shorter, "{least} us, {before} us before");
+    }
+}
+
+#[test]
+fn after_competition_one_failed_probe_shows_it_again_for_a_while() {
+    for (since, competition) in [(WARY - us(1), Competition::LossBased), (WARY, Competition::DelayBased)] {
+        let competed = at(1_000_000);
+        let mut control = DelayAware {
+            competition: Competition::LossBased,
+            failed_probes: 9,
+            competed: Some((competed, 200 * KB)),
+            ..usual(100 * KB)
+        };
+        control.end_round(competed + since, us(1600), false);
+        assert_eq!(control.competition, Competition::DelayBased, "the queue is empty");
+        control.on_failed_probe(competed + since, 100 * KB);
+        assert_eq!(control.competition, competition, "{since:?}");
+    }
+}
+
+#[test]
+fn probes_are_due_after_their_intervals() {
+    use Competition::*;
+    for (competition, falls, failed_probes, found_shorter, shortest, ms) in [
+        (DelayBased, false, 0, false, us(1600), 500),
+        (DelayBased, false, 0, true, us(1600), 100),
+        (DelayBased, false, 1, false, us(1600), 100),
+        (DelayBased, true, 0, false, us(1600), 100),
+        (LossBased, false, 4, false, us(1600), 1000),
+        (LossBased, true, 4, false, us(1600), 250),
+        // Ten round trips.
+        (DelayBased, true, 0, false, us(20_000), 200),
+        (LossBased, false, 4, false, us(150_000), 1500),
+    ] {
+        let control = DelayAware {
+            competition,
+            failed_probes,
+            found_shorter,
+            shortest: [Some(shortest), None],
+            probed: at(1000),
+            ..usual(64 * KB)
+        };
+        let due = at(1000) + Duration::from_millis(ms);
+        assert!(!control.is_probe_due(due, falls), "{competition:?} {ms} ms");
+        assert!(
+            control.is_probe_due(due + Duration::from_nanos(1), falls),
+            "{competition:?} {ms} ms"
+        );
+    }
+}
+
+/// Another sender may be probing.
+#[test]
+fn the_queue_falls_when_less_than_three_quarters_are_left() {
+    for (delay, probes) in [(3000, false), (2999, true)] {
+        let mut control = DelayAware {
+            competition: Competition::LossBased,
+            delays: [us(4000), us(5000)],
+            ..usual(400 * KB)
+        };
+        control.end_round(at(300_000), us(1600 + delay), false);
+        assert_eq!(control.probe.is_some(), probes, "{delay} us");
+    }
+}
+
+#[test]
+fn a_probe_leaves_three_quarters_of_what_fills_no_queue_and_two_of_the_least_windows() {
+    for (size, rtt, left) in [
+        // Half of the window waits in the queue.
+        (400 * KB, 3200, 150 * KB),
+        (400 * KB, 1600, 300 * KB),
+        (400 * KB, 160_000, 32 * KB),
+        (20 * KB, 3200, 20 * KB),
+    ] {
+        let mut control = DelayAware {
+            rtt: us(rtt),
+            ..usual(size)
+        };
+        control.begin_probe(at(1000));
+        assert_eq!((control.size, control.full()), (left, size), "{size} {rtt} us");
+    }
+}
+
+#[test]
+fn beside_loss_based_senders_the_window_grows_by_a_step_when_all_of_it_was_delivered() {
+    let mut control = DelayAware {
+        competition: Competition::LossBased,
+        threshold: 100 * KB,
+        ..usual(90 * KB)
+    };
+    let step = 4 * KB + 4 * 1600;
+    let sizes: Vec<usize> = (0..6)
+        .map(|_| {
+            control.grow(50 * KB);
+            control.size
+        })
+        .collect();
+    // First to the threshold. A step is due when as much as the window was delivered.
+    let once = 100 * KB + step;
+    assert_eq!(sizes[..3], [100 * KB, 100 * KB, once]);
+    assert_eq!(sizes[3..], [once, once, once + step]);
+}
+
+#[test]
+fn steps_are_longer_on_long_paths() {
+    use Competition::*;
+    for (competition, shortest, step) in [
+        (DelayBased, 50, STEP),
+        (DelayBased, 3999, STEP),
+        (DelayBased, 6000, 3 * STEP),
+        (DelayBased, 100_000, 16 * STEP),
+        (LossBased, 0, 4 * KB),
+        (LossBased, 1000, 4 * KB + 4000),
+        (LossBased, 100_000, 128 * KB),
+    ] {
+        let control = DelayAware {
+            competition,
+            shortest: [Some(us(shortest)), None],
+            ..usual(64 * KB)
+        };
+        assert_eq!(control.step(), step, "{competition:?} {shortest} us");
+    }
+}
+
+#[test]
+fn a_gap_counts_after_less_than_half_a_window_or_if_it_is_heavy() {
+    let size = 140 * KB;
+    for (run, bytes, left) in [
+        (70 * KB, 4 * KB, size),
+        (70 * KB - 1, 4 * KB, size / 4 * 3),
+        (0, 4 * KB, size / 4 * 3),
+        (200 * KB, 20 * KB, size),
+        (200 * KB, 20 * KB + 1, size / 4 * 3),
+        (200 * KB, 100 * KB, size / 4 * 3),
+    ] {
+        let mut control = DelayAware { run, ..usual(size) };
+        control.on_gap(bytes);
+        assert_eq!((control.size, control.threshold), (left, left), "{run} {bytes}");
+        assert!(control.go_back_n);
+        // The run begins again.
+        assert_eq!(control.run, 0);
+    }
+}
+
+#[test]
+fn a_reported_loss_with_a_long_queue_leaves_seven_tenths_and_no_less_than_four_of_the_least_windows() {
+    for (size, left) in [
+        (200 * KB, 200 * KB / 10 * 7),
+        (90 * KB, 64 * KB),
+        (70 * KB, 64 * KB),
+        (50 * KB, 50 * KB),
+    ] {
+        let long = DelayAware {
+            queue: Queue::Long,
+            queue_before: Queue::Long,
+            shrunk_until: at(1000),
+            ..usual(size)
+        };
+        let after = |us| {
+            let mut control = DelayAware { ..long };
+            control.on_selective(at(us), KB);
+            control.size
+        };
+        assert_eq!(after(999), size, "it is one of those that count already");
+        assert_eq!(after(1000), left);
+    }
+}
+
+#[test]
+fn a_sixth_of_what_was_sent_is_a_heavy_loss() {
+    for (delivered, lost, size, left) in [
+        (250 * KB, 50 * KB, 200 * KB, 200 * KB),
+        (250 * KB, 50 * KB + 6, 200 * KB, 150 * KB),
+        // Too little to judge by.
+        (20 * KB, 100 * KB, 64 * KB, 64 * KB),
+        (30 * KB, 100 * KB, 64 * KB, 48 * KB),
+        (90 * KB, 100 * KB, 200 * KB, 200 * KB),
+    ] {
+        let mut control = DelayAware {
+            selective: (delivered, lost),
+            ..usual(size)
+        };
+        control.judge_selective(at(1000));
+        assert_eq!(control.size, left, "{lost} beside {delivered} of {size}");
+    }
+}
+
+#[test]
+fn after_a_timeout_the_window_doubles_up_to_half_of_what_it_was() {
+    for (size, threshold) in [(200 * KB, 100 * KB), (201 * KB, 100 * KB + 512), (40 * KB, 32 * KB)] {
+        let mut control = usual(size);
+        control.on_timeout();
+        assert_eq!((control.size, control.threshold), (CONFIG.min, threshold), "{size}");
+    }
+}

@@ -1,6 +1,7 @@
 //! Which packets a queue pair expects, as it tells its driver, and what only those may change.
 
 use roce_bth::{Aeth, Credits, Msn, Opcode, Packet, Syndrome};
+use roce_qp::Origin;
 use roce_verbs::{AsyncEvent, QpAttr, QpState, QpType, Qpn, SendOp};
 
 use crate::harness::*;
@@ -128,4 +129,150 @@ fn only_a_packet_at_its_place_establishes_a_connection() {
         assert_eq!(p.b.events, [AsyncEvent::CommunicationEstablished(Qpn::new(B))]);
         assert!(p.b.qp.heard());
     }
+}
+
+fn origin(side: &Side, raw: &Raw, port: u16) -> Origin {
+    side.qp.origin(&Packet::parse(&raw.bytes()).unwrap(), port)
+}
+
+fn learn(side: &mut Side, raw: &Raw, port: u16) -> bool {
+    side.qp.learn_source(&Packet::parse(&raw.bytes()).unwrap(), port)
+}
+
+/// Two queue pairs whose peers have named no port.
+fn anonymous(qp_type: QpType, setup: &Setup) -> Pair {
+    let [mut a, mut b] = [A, B].map(|qpn| Side::with(qpn, setup, |c| c.qp_type = qp_type));
+    (a.names_port, b.names_port) = (false, false);
+    Pair::up(setup.clone(), a, b)
+}
+
+/// Distance from the expected PSN, port, and whose the packet is.
+type Origins = &'static [(i32, u16, Origin)];
+
+fn check_origins(side: &Side, opcode: Opcode, expected: u32, cases: Origins) {
+    for (ahead, port, origin_) in cases {
+        let raw = match opcode {
+            Opcode::RcAcknowledge => ack(A, expected.wrapping_add_signed(*ahead)),
+            _ => Raw::new(opcode, B, expected.wrapping_add_signed(*ahead)),
+        };
+        assert_eq!(origin(side, &raw, *port), *origin_, "{opcode:?} {ahead} from {port}");
+    }
+}
+
+#[test]
+fn a_port_is_learned_from_a_packet_at_the_expected_psn() {
+    use Origin::*;
+    let setup = Setup::default();
+    let mut p = anonymous(QpType::Rc, &setup);
+    let opcode = Opcode::RcSendOnly;
+    check_origins(
+        &p.b,
+        opcode,
+        setup.psn,
+        &[(0, 1, Unproven), (1, 1, Stranger), (-1, 1, Stranger)],
+    );
+    assert!(!learn(&mut p.b, &Raw::new(opcode, B, setup.psn + 1), 1), "a stranger's");
+    assert!(learn(&mut p.b, &Raw::new(opcode, B, setup.psn), 1));
+    check_origins(
+        &p.b,
+        opcode,
+        setup.psn,
+        &[(0, 1, Peer), (9, 1, Peer), (0, 2, Unproven), (9, 2, Stranger)],
+    );
+    // A peer that has changed its port sends the packet again.
+    assert!(!learn(&mut p.b, &Raw::new(opcode, B, setup.psn), 2));
+    assert!(learn(&mut p.b, &Raw::new(opcode, B, setup.psn), 2));
+    check_origins(&p.b, opcode, setup.psn, &[(9, 2, Peer), (9, 1, Stranger)]);
+}
+
+#[test]
+fn a_port_of_responses_is_learned_from_one_to_the_oldest_request() {
+    use Origin::*;
+    let setup = Setup::default();
+    let mut p = anonymous(QpType::Rc, &setup);
+    let opcode = Opcode::RcAcknowledge;
+    check_origins(&p.a, opcode, setup.psn, &[(0, 1, Stranger)]);
+    let (src, dst) = (p.a.filled(3000, 1), p.b.region(3000));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 3000)]);
+    assert_eq!(p.a.drain().len(), 1, "one packet until the peer's port is known");
+    check_origins(&p.a, opcode, setup.psn, &[(0, 1, Unproven), (1, 1, Stranger)]);
+    assert!(learn(&mut p.a, &ack(A, setup.psn), 1));
+    assert_eq!(p.a.drain().len(), 2);
+    check_origins(
+        &p.a,
+        opcode,
+        setup.psn,
+        &[(2, 1, Peer), (0, 2, Unproven), (2, 2, Stranger)],
+    );
+}
+
+/// Its messages may begin at any PSN.
+#[test]
+fn the_first_port_of_an_unreliable_connection_is_the_peers() {
+    use Origin::*;
+    let setup = Setup::default();
+    let mut p = anonymous(QpType::Uc, &setup);
+    let opcode = Opcode::UcSendOnly;
+    check_origins(
+        &p.b,
+        opcode,
+        setup.psn,
+        &[(0, 1, Unproven), (900, 1, Peer), (900, 2, Peer)],
+    );
+    assert!(learn(&mut p.b, &Raw::new(opcode, B, setup.psn), 1));
+    check_origins(
+        &p.b,
+        opcode,
+        setup.psn,
+        &[(900, 1, Peer), (0, 2, Unproven), (900, 2, Stranger)],
+    );
+}
+
+#[test]
+fn a_named_port_is_the_only_one() {
+    use Origin::*;
+    let setup = Setup::default();
+    let mut p = Pair::new(setup.clone());
+    let opcode = Opcode::RcSendOnly;
+    check_origins(
+        &p.b,
+        opcode,
+        setup.psn,
+        &[(0, PORT, Peer), (9000, PORT, Peer), (0, 1, Stranger)],
+    );
+    for (port, trusted) in [(1, false), (PORT, true), (1, false)] {
+        assert_eq!(learn(&mut p.b, &Raw::new(opcode, B, setup.psn), port), trusted);
+    }
+}
+
+#[test]
+fn congestion_notifications_name_a_recent_packet() {
+    use Origin::*;
+    let setup = Setup::default();
+    let mut p = Pair::new(setup.clone());
+    let (src, dst) = (p.a.filled(3000, 1), p.b.region(3000));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 3000)]);
+    assert_eq!(p.a.drain().len(), 3);
+    // Of requests, three of which are outstanding.
+    let cases: Origins = &[
+        (-1025, PORT, Stranger),
+        (-1024, PORT, Peer),
+        (0, PORT, Peer),
+        (2, PORT, Peer),
+        (2, 1, Stranger),
+        (3, PORT, Stranger),
+    ];
+    check_origins(&p.a, Opcode::Cnp, setup.psn, cases);
+    // Of responses, as far back as one reply may reach.
+    let cases: Origins = &[
+        (-4097, PORT, Stranger),
+        (-4096, PORT, Peer),
+        (-1, PORT, Peer),
+        (-1, 1, Stranger),
+        (0, PORT, Stranger),
+        (1, PORT, Stranger),
+    ];
+    check_origins(&p.a, Opcode::Cnp, setup.psn ^ 0x5555, cases);
+    let p = anonymous(QpType::Rc, &setup);
+    check_origins(&p.a, Opcode::Cnp, setup.psn, &[(-1, 1, Stranger), (-1, PORT, Stranger)]);
 }

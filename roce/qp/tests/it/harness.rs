@@ -120,6 +120,8 @@ pub(crate) struct Side {
     pub(crate) now: Instant,
     /// Memory becomes persistent only when the test says so.
     pub(crate) is_slow: bool,
+    /// The peer names its port, [`PORT`].
+    pub(crate) names_port: bool,
 }
 
 macro_rules! ctx {
@@ -174,12 +176,13 @@ impl Side {
             sink: VecSink::default(),
             now: Instant::from_nanos(1_000_000),
             is_slow: false,
+            names_port: true,
         }
     }
 
     pub(crate) fn modify(&mut self, attr: &QpAttr) {
         self.qp.modify(ctx!(self), attr).unwrap();
-        if attr.state == Some(QpState::Rtr) {
+        if attr.state == Some(QpState::Rtr) && self.names_port {
             self.qp.set_peer_source(PORT);
         }
     }
