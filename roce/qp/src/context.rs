@@ -221,11 +221,6 @@ impl QpContext {
         core::mem::take(&mut self.stopping)
     }
 
-    /// Records the flushing of the queues: completions lost in it fail nothing.
-    pub(crate) fn on_flushed(&mut self) {
-        self.overflowed = false;
-    }
-
     /// Records why a request of the peer is refused.
     pub(crate) fn note_refusal(&mut self, class: Class, refusal: Refusal, reason: &str) {
         let peer = self.attr.av.map(|av| av.remote);

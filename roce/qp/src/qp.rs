@@ -256,7 +256,6 @@ impl QueuePair {
         let call = &mut Call::new(&mut self.context, ctx);
         self.requester.flush(call);
         self.responder.stop(call);
-        call.qp.on_flushed();
         if call.qp.config().srq.is_some() {
             // IBA 10.2.9: the queue pair takes no more work requests from the shared queue. Those it took are flushed.
             call.events.push_back(AsyncEvent::LastWqeReached(call.qp.qpn()));

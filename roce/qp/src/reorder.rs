@@ -16,9 +16,8 @@ use crate::{
     seq::Seq,
 };
 
-/// Largest payload buffered per queue pair, bytes beyond the oldest gap.
-const BYTES: usize = 16 << 20;
-/// Largest number of packets beyond the oldest gap; each has a bit in a selective ACK.
+/// Largest number of packets beyond the oldest gap: each has a bit in a selective ACK. A selective ACK peer sends nothing beyond them. At
+/// the largest MTU their payload is 16 MiB.
 pub(crate) const PACKETS: u64 = 4096;
 /// Initial reach beyond the newest buffered packet, PSNs. It grows with what the peer had outstanding.
 const INITIAL_REACH: u64 = 64;
@@ -28,11 +27,6 @@ const OVERHEAD: usize = 256;
 const SLOT: usize = size_of::<Slot>();
 /// Memory for the buffered packets of all queue pairs in a process, bytes.
 const PROCESS_BYTES: usize = 256 << 20;
-
-/// Returns the largest window, PSNs beyond the oldest gap. A selective ACK peer sends nothing beyond it.
-pub(crate) fn max_window(mtu: usize) -> u64 {
-    ((BYTES / mtu) as u64).min(PACKETS)
-}
 
 /// Memory limit for buffered packets, shared by queue pairs.
 #[derive(Debug)]
@@ -165,17 +159,17 @@ impl ReorderBuffer {
     }
 
     /// Returns the end of the accepted PSNs: no further ahead than the peer ever had outstanding.
-    fn limit(&self, expected: Seq, mtu: usize) -> Seq {
+    fn limit(&self, expected: Seq) -> Seq {
         let newest = self.ring.end().map_or(expected, Seq::prev).max(expected);
         let reach = self.outstanding.max(INITIAL_REACH);
-        newest.plus(reach).min(expected.plus(max_window(mtu)))
+        newest.plus(reach).min(expected.plus(PACKETS))
     }
 
     /// Buffers a packet at `seq` while `expected` is missing.
     ///
     /// Returns false if it drops the packet: too far ahead, out of memory, or different from another copy.
     pub(crate) fn insert(&mut self, expected: Seq, seq: Seq, packet: &Packet<'_>, mtu: usize) -> bool {
-        if seq >= self.limit(expected, mtu) || packet.payload.len() > mtu {
+        if seq >= self.limit(expected) || packet.payload.len() > mtu {
             return false;
         }
         match self.ring.get(seq) {
@@ -359,7 +353,7 @@ mod tests {
         assert!(!insert(&mut a, 0, 2, 1024));
         drop(b);
         assert!(insert(&mut a, 0, 2, 1024));
-        assert!(!insert(&mut a, 0, max_window(1024), 1024), "too far away");
+        assert!(!insert(&mut a, 0, PACKETS, 1024), "too far away");
         assert!(!insert(&mut a, 0, 3, 2000), "longer than the path MTU");
         a.clear();
         assert_eq!(budget.used(), 0);

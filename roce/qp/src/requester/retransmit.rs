@@ -59,8 +59,8 @@ impl Requester {
         }
         match reason {
             GoBack::ProbeTimeout | GoBack::Timeout => self.phase.on(Event::Silence(caution)),
-            GoBack::Gap if !call.qp.is_selective() => self.phase.on(Event::Gap),
-            GoBack::Gap | GoBack::Rnr => {}
+            GoBack::Gap => self.phase.on(Event::Gap),
+            GoBack::Rnr => {}
         }
         self.sample = None;
         self.probe = Probe::None;

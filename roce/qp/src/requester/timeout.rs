@@ -30,7 +30,7 @@ impl Requester {
             return Step::Idle;
         }
         self.probe = Probe::None;
-        if !self.awaits_answer(call.qp) || self.phase.rnr_until().is_some() {
+        if !self.awaits_answer(call.qp) {
             return Step::Idle;
         }
         let Some(request) = self.probe_target(call) else {

@@ -12,7 +12,7 @@ use super::{Hold, Requester};
 use crate::{
     context::{Call, QpContext},
     ctx::WaitReason,
-    reorder::max_window,
+    reorder::PACKETS,
     sendq::{Checked, Data, Kind, PACKET_OVERHEAD, Progress, SendWqe, op_info, packets_for, resolve},
     seq::{MAX_OUTSTANDING, Seq},
     tx::{Step, TxKind, TxSink},
@@ -64,7 +64,7 @@ impl Requester {
         wqe.key_error = None;
         wqe.len = len;
         wqe.packets = packets;
-        wqe.stride = if row.kind == Kind::Read { packets } else { 1 };
+        wqe.stride = 1;
         wqe.first = self.sq.tail;
         wqe.data = Data::new(&wr.payload);
         self.sq.tail = self.sq.tail.plus(u64::from(packets));
@@ -91,7 +91,7 @@ impl Requester {
             return Err(WaitReason::Acks);
         }
         // The peer's reorder buffer drops packets further ahead.
-        if qp.is_selective() && self.scoreboard.is_active() && self.next.since(self.una) >= max_window(qp.mtu()) {
+        if qp.is_selective() && self.scoreboard.is_active() && self.next.since(self.una) >= PACKETS {
             return Err(WaitReason::Psn);
         }
         match wqe.progress {
@@ -343,9 +343,8 @@ impl Requester {
         self.emit_request(call.qp, (wqe, request), false, TxKind::Request, tx)?;
         call.paces.on_sent(call.now, dest, cost);
         call.qp.note_sent(cost);
-        let to = request.to;
-        self.cur += usize::from(to == wqe.end());
-        (self.una, self.next) = (to, to);
+        // A work request that ends here is the oldest one, which `reap` removes.
+        (self.una, self.next) = (request.to, request.to);
         self.reap(call);
         Ok(())
     }

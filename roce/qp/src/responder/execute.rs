@@ -118,8 +118,7 @@ impl Responder {
     /// Writes 8 bytes atomically (IBA Annex A19). A duplicate only gets the response again.
     fn execute_atomic_write(&mut self, call: &mut Call<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
         let reth = packet.header.reth().unwrap_or_default();
-        let word = Reth { dma_len: WORD, ..reth };
-        let span = self.remote_word(call, &word, AccessFlags::REMOTE_WRITE)?;
+        let span = self.remote_word(call, &reth, AccessFlags::REMOTE_WRITE)?;
         let bytes = packet.payload.try_into().map_err(|_| Refusal::Length)?;
         span.store(bytes).map_err(atomic_refusal)?;
         self.add_resource(call, seq, 1, Work::Done);

@@ -3,7 +3,9 @@
 #[macro_use]
 mod harness;
 mod answers;
+mod caution;
 mod connections;
+mod counts;
 mod datagrams;
 mod expected;
 mod extended;
@@ -23,6 +25,7 @@ mod quiet;
 mod recovery;
 mod refusals;
 mod reports;
+mod requests;
 mod retries;
 mod selective;
 mod services;
