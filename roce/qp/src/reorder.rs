@@ -416,4 +416,84 @@ mod tests {
             prop_assert_eq!(budget.used(), 0);
         }
     }
+
+    #[test]
+    fn a_bitmap_has_65_words_at_most_and_no_more_than_there_is_room_for() {
+        let mut buffer = wide(&Arc::default());
+        // 8 PSNs after a multiple of 64.
+        assert!(insert(&mut buffer, 8, 8 + PACKETS - 1, 4));
+        assert_eq!(buffer.bitmap(at(8), 4096).len(), 65);
+        assert_eq!(buffer.bitmap(at(8), 255).len(), 31);
+        // A READ's responses may go beyond it.
+        let mut buffer = wide(&Arc::default());
+        let mut header = Header::new(Bth::new(Opcode::RcReadRequest, Qpn::new(5), Psn::new(0)));
+        header.reth = Some(Reth {
+            dma_len: 1 << 30,
+            ..Reth::default()
+        });
+        let mut head = [0; MAX_HEADER_LEN];
+        let packet = Packet {
+            header: header.view(&mut head),
+            payload: &[],
+        };
+        assert!(buffer.insert(at(8), at(4000), &packet, 1024));
+        assert!(buffer.ring.words() > 65);
+        assert_eq!(buffer.bitmap(at(8), 4096).len(), 65);
+    }
+
+    /// Whatever differs but what a retransmission may have otherwise.
+    #[test]
+    fn copies_that_differ_are_told_apart() {
+        let reth = Reth {
+            va: 8,
+            dma_len: 16,
+            ..Reth::default()
+        };
+        let of = |opcode, reth: Option<Reth>, imm: Option<u32>, ack_req, payload: &'static [u8]| {
+            let mut bth = Bth::new(opcode, Qpn::new(5), Psn::new(0));
+            bth.ack_req = ack_req;
+            let mut header = Header::new(bth);
+            (header.reth, header.imm) = (reth, imm);
+            (header, payload)
+        };
+        let (write, read) = (Opcode::RcWriteOnlyImm, Opcode::RcReadRequest);
+        let longer = Reth { dma_len: 17, ..reth };
+        let other = Reth { va: 9, ..reth };
+        let first = of(write, Some(reth), Some(1), false, &[1; 4]);
+        for (a, b, is_same) in [
+            (&first, of(write, Some(reth), Some(1), true, &[1; 4]), true),
+            (&first, of(write, Some(reth), Some(1), true, &[2; 4]), false),
+            (&first, of(write, Some(reth), Some(2), true, &[1; 4]), false),
+            (&first, of(write, Some(longer), Some(1), true, &[1; 4]), false),
+            (&first, of(write, Some(other), Some(1), true, &[1; 4]), false),
+            (&first, of(Opcode::RcWriteOnly, Some(reth), None, true, &[1; 4]), false),
+            (
+                &of(Opcode::RcSendOnly, None, None, false, &[1; 4]),
+                of(Opcode::RcSendLast, None, None, false, &[1; 4]),
+                false,
+            ),
+            (
+                &of(read, Some(reth), None, false, &[]),
+                of(read, Some(longer), None, true, &[]),
+                true,
+            ),
+            (
+                &of(read, Some(reth), None, false, &[]),
+                of(read, Some(other), None, true, &[]),
+                false,
+            ),
+        ] {
+            let mut heads = [[0; MAX_HEADER_LEN]; 2];
+            let [x, y] = &mut heads;
+            let own = BufferedPacket::of(&Packet {
+                header: a.0.view(x),
+                payload: a.1,
+            });
+            let copy = Packet {
+                header: b.0.view(y),
+                payload: b.1,
+            };
+            assert_eq!(own.is_same(&copy), is_same, "{:?}", b.0);
+        }
+    }
 }

@@ -62,3 +62,27 @@ pub(crate) enum Step {
     /// The window is closed.
     Blocked,
 }
+
+#[cfg(test)]
+mod tests {
+    use core::net::{IpAddr, Ipv4Addr};
+
+    use super::*;
+
+    /// Takes nothing, and knows no datagrams.
+    struct Connected;
+
+    impl TxSink for Connected {
+        fn reserve(&mut self, _: TxKind, _: usize) -> Option<&mut [u8]> {
+            None
+        }
+
+        fn commit(&mut self) {}
+    }
+
+    #[test]
+    fn a_sink_that_knows_no_datagrams_has_no_way_to_anybody() {
+        let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        assert!(!Connected.direct(&AddressVector::new(here, here), Qpn::new(5)));
+    }
+}

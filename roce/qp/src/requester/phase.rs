@@ -138,8 +138,10 @@ impl ReadRecovery {
 #[cfg(test)]
 mod tests {
     use roce_bth::Psn;
+    use roce_verbs::SendOp;
 
     use super::*;
+    use crate::sendq::op_info;
 
     #[test]
     fn each_event_leads_to_the_phases_of_the_table() {
@@ -188,5 +190,52 @@ mod tests {
         assert_eq!(phase.caution(), Some(caution(3, true)));
         phase.on(Event::Acknowledged);
         assert_eq!(phase.caution(), None);
+    }
+
+    #[test]
+    fn a_timeout_among_silences_counts_and_a_missing_response_moves_what_may_have_arrived() {
+        let caution = |n, timed_out| Caution {
+            sent: Seq::start(Psn::new(n)),
+            timed_out,
+        };
+        let mut phase = RecoveryPhase::Steady;
+        phase.on(Event::Silence(caution(7, false)));
+        phase.on(Event::Silence(caution(9, true)));
+        assert_eq!(phase.caution(), Some(caution(7, true)));
+        phase.on(Event::RnrNak(Instant::from_nanos(1), Some(caution(8, false))));
+        phase.on(Event::MissingResponse(Seq::start(Psn::new(3))));
+        assert_eq!(phase.caution(), Some(caution(3, false)));
+    }
+
+    #[test]
+    fn responses_come_in_parts_after_less_than_a_request_of_a_read_was_repeated() {
+        let first = Seq::start(Psn::new(7));
+        let remote = roce_verbs::RemoteAddr::default();
+        for (op, from, to, in_parts) in [
+            // Two requests of four responses each.
+            (SendOp::Read(remote), 0, 4, false),
+            (SendOp::Read(remote), 0, 3, true),
+            (SendOp::Read(remote), 2, 4, false),
+            (SendOp::Read(remote), 4, 8, false),
+            (SendOp::Read(remote), 5, 7, true),
+            (SendOp::Write(remote), 0, 1, false),
+            (SendOp::Write(remote), 2, 3, false),
+        ] {
+            let wqe = SendWqe {
+                op,
+                row: op_info(&op),
+                packets: 8,
+                stride: 4,
+                first,
+                ..SendWqe::default()
+            };
+            let mut reads = ReadRecovery::default();
+            reads.on_requested(&wqe, first.plus(from), first.plus(to));
+            assert_eq!(reads.in_parts, in_parts, "{op:?} {from}..{to}");
+            // It stays so.
+            reads.in_parts = true;
+            reads.on_requested(&wqe, first, first.plus(8));
+            assert!(reads.in_parts);
+        }
     }
 }

@@ -311,7 +311,7 @@ impl Requester {
 
     /// Accounts for state changes of packets. `congested`: losses count as congestion.
     pub(super) fn account(&mut self, call: &mut Call<'_>, changes: Vec<Change>, congested: bool) {
-        let (mut acked, mut lost, mut resumed, mut unsent) = (0, 0, 0, 0);
+        let (mut acked, mut lost, mut unsent) = (0, 0, 0);
         let mut unsent_upto = self.una;
         for change in &changes {
             let (cost, answered) = self.sq.weigh(change.seq, call.qp.mtu());
@@ -322,18 +322,17 @@ impl Requester {
                     lost += cost;
                     unsent_upto = self.lost_request_end(change.seq).unwrap_or(unsent_upto);
                 }
-                (false, true) => resumed += cost,
+                // None comes back into flight but by being sent again.
                 _ => {}
             }
         }
         self.scoreboard.reuse(changes);
-        self.in_flight = (self.in_flight + resumed).saturating_sub(acked + lost + unsent);
+        self.in_flight = self.in_flight.saturating_sub(acked + lost + unsent);
         call.window.forget(unsent);
         if unsent > 0 {
             // Later requests wait for the retransmission, so they don't measure a round trip.
             self.sample = None;
         }
-        call.window.on_sent(resumed);
         if acked > 0 {
             call.window.on_acked(call.now, acked, None);
         }

@@ -262,10 +262,9 @@ fn a_lost_packet_whose_memory_is_gone_fails_its_work_request_after_those_before_
         assert_eq!(sent(&mut p), [0, 1, 2, 3]);
         p.a.mem.deregister(&src).unwrap();
         p.a.now = p.a.now + MS;
-        match keeps {
-            false => answer(&mut p, 0, GAP),
-            // All count as lost.
-            true => {}
+        // With selective ACKs all count as lost after a timeout.
+        if !keeps {
+            answer(&mut p, 0, GAP);
         }
         let mut again = sent(&mut p);
         while keeps && p.a.counters.timeouts == 0 {
@@ -384,4 +383,99 @@ fn a_lost_request_of_a_read_is_one_packet_and_lost_responses_are_all_of_theirs()
         assert_eq!(p.a.window.size() < before, shrinks, "{}", p.a.window.size());
         assert_eq!(in_flight(&p), [0, 0]);
     }
+}
+
+#[test]
+fn what_is_sent_again_counts_against_the_rate_too() {
+    let us = Duration::from_micros;
+    let mut p = warm(false, 0);
+    p.a.qp.handle_notification(p.a.now);
+    write(&mut p, 1, 64);
+    assert_eq!(sent(&mut p).len(), 64);
+    p.a.now = p.a.now + us(10);
+    answer(&mut p, 0, GAP);
+    assert_eq!(sent(&mut p).len(), 64);
+    p.a.now = p.a.now + us(90);
+    p.a.qp.handle_notification(p.a.now);
+    write(&mut p, 2, 1);
+    assert!(sent(&mut p).is_empty());
+    // Half of 128 packets in 100 us: 16,000 bytes in 33 us.
+    let wait = p.a.qp.next_timeout().unwrap().saturating_since(p.a.now);
+    assert!((us(30)..us(36)).contains(&wait), "{wait:?}");
+}
+
+/// A round trip of 100 ms makes the silence before the next probe longer than the usual 16 ms.
+#[test]
+fn a_packet_beyond_a_gap_measures_a_round_trip_unless_it_was_taken_for_lost() {
+    for (late, measured) in [(false, true), (true, false)] {
+        let mut p = warm(true, 0);
+        write(&mut p, 1, 3);
+        let flight = packets(&mut p.a);
+        if late {
+            p.a.sink.room = Some(0);
+            while p.a.counters.timeouts == 0 {
+                p.a.now = p.a.qp.next_timeout().unwrap();
+                p.a.timeout();
+                p.a.poll_transmit();
+            }
+            p.a.sink.room = None;
+        }
+        p.a.now = p.a.now + MS * 100;
+        flight[1..].iter().for_each(|bytes| p.b.handle(bytes));
+        packets(&mut p.b).iter().for_each(|bytes| p.a.handle(bytes));
+        p.b.handle(&flight[0]);
+        packets(&mut p.b).iter().for_each(|bytes| p.a.handle(bytes));
+        assert_eq!(p.a.completions().len(), 1);
+        write(&mut p, 2, 1);
+        sent(&mut p);
+        let silence = p.a.qp.next_timeout().unwrap().saturating_since(p.a.now);
+        assert_eq!(silence > MS * 100, measured, "late {late}: {silence:?}");
+    }
+}
+
+/// Its responses may end at any packet: to the peer a part is a request like another.
+#[test]
+fn the_next_part_of_a_read_is_asked_for_when_all_of_the_one_before_has_come() {
+    let mut p = warm(false, 0);
+    read(&mut p, 1, 60);
+    let asked = packets(&mut p.a);
+    asked.iter().for_each(|bytes| p.b.handle(bytes));
+    // A window of 30 packets, and parts of 32.
+    for _ in 0..4 {
+        p.a.window.on_loss(p.a.now, Loss::Gap, 128 * PACKET);
+    }
+    p.a.now = p.a.now + MS;
+    let answers = packets(&mut p.b);
+    [0, 1, 59].iter().for_each(|n| p.a.handle(&answers[*n]));
+    let part = packets(&mut p.a);
+    assert_eq!(psns(&p, &part), [2]);
+    part.iter().for_each(|bytes| p.b.handle(bytes));
+    let answers = packets(&mut p.b);
+    assert_eq!(answers.len(), 32);
+    answers[..31].iter().for_each(|bytes| p.a.handle(bytes));
+    assert!(p.a.window.available() >= 20 * PACKET);
+    assert!(sent(&mut p).is_empty());
+    p.a.handle(&answers[31]);
+    assert_eq!(sent(&mut p), [34]);
+}
+
+#[test]
+fn reads_that_were_taken_for_lost_are_not_in_flight_until_they_are_sent_again() {
+    let others = 10 * PACKET;
+    let mut p = warm(true, others);
+    read(&mut p, 1, 1);
+    read(&mut p, 2, 2);
+    write(&mut p, 3, 6);
+    let flight = packets(&mut p.a);
+    assert_eq!(in_flight(&p), [9 * PACKET, others + 9 * PACKET]);
+    flight[2..].iter().for_each(|bytes| p.b.handle(bytes));
+    packets(&mut p.b).iter().for_each(|bytes| p.a.handle(bytes));
+    assert_eq!(in_flight(&p), [0, others]);
+    p.b.handle(&flight[1]);
+    packets(&mut p.b).iter().for_each(|bytes| p.a.handle(bytes));
+    assert_eq!(in_flight(&p), [0, others]);
+    assert_eq!(sent(&mut p), [0, 1]);
+    assert_eq!(in_flight(&p), [3 * PACKET, others + 3 * PACKET]);
+    p.run();
+    assert_eq!((p.a.completions().len(), in_flight(&p)), (3, [0, others]));
 }

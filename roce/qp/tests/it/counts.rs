@@ -141,6 +141,18 @@ const COUNTS: &[Count] = &[
     ),
     ("duplicates of a READ that there was not", duplicate_read_of_nothing, 1),
     (
+        "duplicates that are no part of the READ",
+        || {
+            let mut p = Pair::new(setup());
+            let src = p.b.filled(16, 1);
+            let read = |len| raw(Opcode::RcReadRequest, 0).reth(src.addr(), src.rkey(), len).bytes();
+            p.b.handle(&read(8));
+            p.b.handle(&read(9));
+            p.b.counters.dropped_requests
+        },
+        1,
+    ),
+    (
         "FLUSHes that come again while they run",
         || {
             let (mut p, [flush, _]) = flushing();

@@ -270,3 +270,28 @@ fn flushed_work_requests_and_a_reset_leave_no_failure() {
     assert_eq!(p.a.completions()[0].status, WcStatus::FlushError);
     assert_eq!(p.a.qp.take_failure(), None);
 }
+
+#[test]
+fn rights_are_named_only_if_they_are_what_is_missing() {
+    let text = |access: AccessFlags, forged: Raw| {
+        let mut p = Pair::new(Setup {
+            access,
+            ..Setup::default()
+        });
+        p.b.handle(&forged.bytes());
+        p.b.qp.take_failure().unwrap().to_string()
+    };
+    let psn = Setup::default().psn;
+    let write = Raw::new(Opcode::RcWriteOnly, B, psn)
+        .reth(0x1000, RKey(1), 8)
+        .payload(&[0; 8]);
+    let none = text(AccessFlags::LOCAL_WRITE, write);
+    assert!(
+        none.contains("the queue pair does not permit it: qp_access_flags"),
+        "{none}"
+    );
+    // A FLUSH of a reserved kind needs rights that nobody has.
+    let flush = Raw::new(Opcode::RcFlush, B, psn).reth(0x1000, RKey(1), 8);
+    let reserved = text(crate::memory_placement::all(), flush);
+    assert!(!reserved.contains("qp_access_flags"), "{reserved}");
+}

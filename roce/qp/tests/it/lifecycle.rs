@@ -543,6 +543,23 @@ fn a_draining_queue_finishes_what_has_started_and_says_so() {
 }
 
 #[test]
+fn an_idle_queue_is_drained_at_once_each_time() {
+    let mut p = Pair::new(Setup::default());
+    for times in 1..3 {
+        p.a.modify(&QpAttr {
+            state: Some(QpState::Sqd),
+            en_sqd_async_notify: Some(true),
+            ..QpAttr::default()
+        });
+        assert_eq!(p.a.events, vec![AsyncEvent::SqDrained(Qpn::new(A)); times]);
+        p.a.modify(&QpAttr {
+            state: Some(QpState::Rts),
+            ..QpAttr::default()
+        });
+    }
+}
+
+#[test]
 fn the_first_packet_in_rtr_is_an_event() {
     let setup = Setup::default();
     let mut p = Pair::new(setup.clone());

@@ -256,9 +256,51 @@ fn congestion_notifications_slow_requests_and_responses_but_no_acknowledgement()
         let again = p.a.qp.next_timeout().expect("a time to go on");
         let wait = again.saturating_since(p.a.now);
         assert!((us(20)..us(50)).contains(&wait), "{wait:?}");
+        // Called early, it waits on.
+        p.a.timeout();
+        assert_eq!(p.a.qp.next_timeout(), Some(again));
         p.a.now = again;
         p.a.timeout();
+        assert!(p.a.qp.next_timeout().is_none_or(|at| at > again));
         let next = p.a.drain().iter().filter(|(_, bytes)| bytes.len() > 1000).count();
         assert!((8..=20).contains(&next), "{next} packets");
     }
+}
+
+/// What was sent before a notification can't tell of the cut that follows.
+#[test]
+fn the_rate_stays_for_a_round_trip_after_a_cut() {
+    let us = Duration::from_micros;
+    let len = 1 << 20;
+    let mut p = Pair::new(Setup {
+        window: WindowConfig {
+            initial: 8 << 20,
+            min: 8 << 20,
+            max: 8 << 20,
+        },
+        ..Setup::default()
+    });
+    let (here, there) = (p.a.filled(len, 1), p.b.region(len));
+    let send = |p: &mut Pair, len: usize| p.a.send(1, SendOp::Write(at(&there, 0)), &[sge(&here, 0, len)]);
+    // A round trip of 2 ms.
+    p.delay = us(1000);
+    send(&mut p, 8);
+    p.run();
+    p.a.qp.handle_notification(p.a.now);
+    send(&mut p, 64 << 10);
+    assert_eq!(p.a.drain().len(), 64);
+    let begun = p.a.now;
+    for after in [100, 500] {
+        p.a.now = begun + us(after);
+        p.a.qp.handle_notification(p.a.now);
+    }
+    send(&mut p, len);
+    let mut sent = p.a.drain().len();
+    while let Some(next) = p.a.qp.next_timeout().filter(|at| *at < begun + us(1500)) {
+        p.a.now = next;
+        p.a.timeout();
+        sent += p.a.drain().len();
+    }
+    // Half of 64 packets in 100 us, and what was earned before, at most 64,000 bytes.
+    assert!((300..=380).contains(&sent), "{sent}");
 }

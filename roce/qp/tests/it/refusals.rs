@@ -833,3 +833,45 @@ fn no_bytes_whatever_can_make_it_panic() {
         assert!(p.b.qp.send_queue_len() <= 8, "{round}");
     }
 }
+
+/// Payload of the only packet, bytes that the receive takes, and what is told: of two faults the malformed packet goes first.
+#[test]
+fn a_malformed_packet_goes_before_a_receive_that_is_too_short() {
+    let case = |payload: usize, room: usize, max_msg_size: u32| {
+        let mut p = Pair::new(Setup {
+            max_msg_size,
+            ..setup()
+        });
+        let dst = p.b.region(1000);
+        p.b.recv(5, &[sge(&dst, 0, room)]);
+        let said = answer(&mut p, &[raw(Opcode::RcSendOnly, 0).payload(&vec![1; payload])]);
+        assert_eq!(said, [(INVALID, 0)]);
+        p.b.received()[0].status
+    };
+    let (short, invalid) = (WcStatus::LocalLengthError, WcStatus::RemoteInvalidRequestError);
+    for (payload, room, max, status) in [
+        (256, 100, 1000, short),
+        (300, 100, 1000, invalid),
+        (256, 100, 200, invalid),
+        (300, 1000, 1000, invalid),
+    ] {
+        assert_eq!(case(payload, room, max), status, "{payload} {room} {max}");
+    }
+}
+
+/// Half of all PSNs.
+#[test]
+fn a_read_of_more_responses_than_may_be_outstanding_is_invalid_whatever_its_key() {
+    for (len, code) in [
+        (1 << 31, NakCode::RemoteAccessError),
+        ((1 << 31) + 1, NakCode::InvalidRequest),
+        (u32::MAX, NakCode::InvalidRequest),
+    ] {
+        let mut p = Pair::new(Setup {
+            max_msg_size: u32::MAX,
+            ..setup()
+        });
+        let request = raw(Opcode::RcReadRequest, 0).reth(0x1000, RKey(0x700), len);
+        assert_eq!(answer(&mut p, &[request]), [(nak(code), 0)], "{len:#x}");
+    }
+}

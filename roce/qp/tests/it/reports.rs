@@ -277,3 +277,134 @@ fn memory_taken_back_while_it_is_read_again_refuses_only_that_read() {
     let none = Counters::default();
     assert_eq!(p.b.counters.qp_failures, none.qp_failures);
 }
+
+/// After prompt answers an acknowledgement waits for the next one, 20 us.
+#[test]
+fn an_acknowledgement_that_waits_is_sent_when_its_time_is_over() {
+    let mut p = Pair::new(setup());
+    let regions = [p.a.filled(8, 1), p.b.filled(8, 2)];
+    let deliver_one = |p: &mut Pair| {
+        p.b.recv(1, &[sge(&regions[1], 0, 8)]);
+        p.a.send(1, SendOp::Send, &[sge(&regions[0], 0, 8)]);
+        deliver(&mut p.a, &mut p.b, &[]);
+    };
+    for _ in 0..16 {
+        p.a.recv(1, &[sge(&regions[0], 0, 8)]);
+        deliver_one(&mut p);
+        p.b.send(1, SendOp::Send, &[sge(&regions[1], 0, 8)]);
+        p.run();
+    }
+    deliver_one(&mut p);
+    assert!(p.b.headers().is_empty());
+    let due = p.b.qp.next_timeout().expect("a time to send it");
+    assert_eq!(due.saturating_since(p.b.now).as_micros(), 20);
+    p.b.timeout();
+    assert!(p.b.headers().is_empty(), "too early");
+    p.b.now = due;
+    p.b.timeout();
+    assert_eq!(p.b.headers().len(), 1);
+    assert_eq!(p.b.qp.next_timeout(), None);
+}
+
+#[test]
+fn a_gap_that_is_closed_before_it_is_reported_is_not_reported() {
+    let mut p = Pair::new(setup());
+    let (src, dst) = (p.a.filled(1024, 1), p.b.region(1024));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 1024)]);
+    let sent = p.a.drain();
+    [0, 2, 1].iter().for_each(|n: &usize| p.b.handle(&sent[*n].1));
+    let answers: Vec<_> =
+        p.b.headers()
+            .iter()
+            .map(|h| (h.bth.psn, h.aeth.unwrap().syndrome))
+            .collect();
+    let second = Psn::new(p.setup.psn).next();
+    assert_eq!(answers, [(second, Syndrome::Ack(Credits::INVALID))]);
+}
+
+/// Half of what arrived goes out at once, and as much in each 20 ms.
+#[test]
+fn after_an_overflow_responses_are_counted_against_the_pace() {
+    let mut p = Pair::new(Setup {
+        mtu: Mtu::B1024,
+        ..setup()
+    });
+    let len = 4 << 20;
+    let src = p.b.filled(len, 1);
+    let silence = std::time::Duration::from_millis(67);
+    p.b.window.on_response_loss(p.b.now, silence, 600 * 1536, 4 << 20);
+    let request = Raw::new(Opcode::RcReadRequest, B, p.setup.psn);
+    p.b.handle(&request.reth(src.addr(), src.rkey(), len as u32).bytes());
+    assert_eq!(p.b.drain().len(), 300, "with their overhead");
+}
+
+#[test]
+fn a_receive_tells_who_sent_the_message() {
+    let mut p = Pair::new(setup());
+    p.b.recv(1, &[]);
+    p.a.send(1, SendOp::Send, &[]);
+    p.run();
+    assert_eq!(p.b.received()[0].src_qp, roce_verbs::Qpn::new(A));
+}
+
+fn send(n: u32) -> Vec<u8> {
+    let psn = Psn::new(setup().psn).add(n);
+    Raw::new(Opcode::RcSendOnly, B, psn.value()).ack_req().bytes()
+}
+
+/// Refused once it is expected, and reported as arrived after that: the sender learns that it must come again though the refusal is lost.
+#[test]
+fn a_buffered_message_without_a_receive_is_refused_at_once_and_stays_reported() {
+    let mut p = Pair::new(keeping());
+    p.b.recv(1, &[]);
+    [1, 0].iter().for_each(|n| p.b.handle(&send(*n)));
+    let answers = p.b.headers();
+    let refused = |h: &roce_bth::Header| matches!(h.aeth.map(|aeth| aeth.syndrome), Some(Syndrome::Rnr(_)));
+    assert!(answers.iter().any(refused), "{answers:?}");
+    p.b.handle(&send(2));
+    let said = p.b.drain();
+    let packet = Packet::parse(&said[0].1).unwrap();
+    assert_eq!((said.len(), packet.header.bth.opcode), (1, Opcode::SelectiveAck));
+    // The PSN of the first one is 48 beyond a multiple of 64.
+    let word = u64::from_le_bytes(packet.payload[4..12].try_into().unwrap());
+    assert_eq!(word, 0b110 << 48);
+}
+
+#[test]
+fn a_refusal_that_is_due_is_sent_whatever_arrives_beyond_it() {
+    let mut p = Pair::new(keeping());
+    [0, 1].iter().for_each(|n| p.b.handle(&send(*n)));
+    let answers = p.b.headers();
+    let syndromes: Vec<_> = answers.iter().map(|h| h.aeth.unwrap().syndrome).collect();
+    assert!(matches!(syndromes[..], [Syndrome::Rnr(_)]), "{syndromes:?}");
+}
+
+#[test]
+fn as_much_is_buffered_as_the_peer_had_outstanding_before() {
+    let mut p = Pair::new(keeping());
+    let len = 256 * 300;
+    let (src, dst) = (p.a.filled(len, 1), p.b.region(len));
+    for lost in [300, 0] {
+        p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
+        let sent = p.a.drain();
+        if lost == 0 {
+            // 200 PSNs ahead, more than the 64 of the beginning.
+            p.b.handle(&sent[200].1);
+            break;
+        }
+        sent.iter().for_each(|(_, bytes)| p.b.handle(bytes));
+        p.run();
+    }
+    assert_eq!((p.b.counters.out_of_seq_request, p.b.counters.dropped_requests), (1, 0));
+}
+
+#[test]
+fn packets_that_are_buffered_are_kept_when_selective_acks_begin() {
+    let mut p = Pair::new(Setup { quiet: true, ..setup() });
+    (0..2).for_each(|id| p.b.recv(id, &[]));
+    p.b.handle(&send(1));
+    p.b.qp.enable_selective_ack(&std::sync::Arc::default());
+    assert!(p.b.qp.uses_selective_ack());
+    p.b.handle(&send(0));
+    assert_eq!(p.b.received().len(), 2);
+}

@@ -97,8 +97,8 @@ fn beyond_a_gap_no_more_is_sent_than_the_peer_buffers() {
     p.a.sink.room = None;
     // Without a gap there is no such limit, and with one it begins at the gap.
     let flight: Vec<_> = p.a.sink.sent.drain(..).map(|(_, bytes)| bytes).collect();
-    let psns = flight.iter().map(|bytes| Packet::parse(bytes).unwrap().header.bth.psn);
-    assert_eq!(psns.last(), Some(roce_bth::Psn::new(p.setup.psn).add(4999)));
+    let mut psns = flight.iter().map(|bytes| Packet::parse(bytes).unwrap().header.bth.psn);
+    assert_eq!(psns.next_back(), Some(roce_bth::Psn::new(p.setup.psn).add(4999)));
     flight[..2000].iter().for_each(|bytes| p.b.handle(bytes));
     flight[2001..2010].iter().for_each(|bytes| p.b.handle(bytes));
     p.b.drain().iter().for_each(|(_, bytes)| p.a.handle(bytes));

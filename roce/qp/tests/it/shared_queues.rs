@@ -3,7 +3,7 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use roce_bth::{Class, Syndrome};
-use roce_qp::{SharedReceiveQueue, SrqConfig, SrqError};
+use roce_qp::{CompletionQueue, SharedReceiveQueue, SrqConfig, SrqError, XrcDomain};
 use roce_verbs::{
     AsyncEvent, Completion, QpAttr, QpState, Qpn, RecvWr, SendOp, SrqAttr, SrqModify, SrqType, Srqn, WcStatus,
     wr::PostError,
@@ -264,4 +264,38 @@ fn a_completion_queue_shrinks_to_what_it_holds_and_forgets_a_queue_pair() {
     cq.forget(Qpn::new(A));
     assert_eq!(cq.len(), 0);
     assert!(cq.resize(0).is_err());
+}
+
+#[test]
+fn a_completion_queue_that_overflows_says_so_once() {
+    let cq = CompletionQueue::new(7, 1, None);
+    assert_eq!(cq.handle(), 7);
+    assert_eq!(cq.push(Completion::default()), Ok(()));
+    assert_eq!(cq.push(Completion::default()), Err(Some(AsyncEvent::CqError(7))));
+    assert_eq!(cq.push(Completion::default()), Err(None));
+    let _ = cq.poll(&mut Vec::new(), 9);
+    assert_eq!(cq.push(Completion::default()), Err(None), "it is of no use any more");
+}
+
+#[test]
+fn the_number_of_a_queue_that_is_gone_is_free_in_its_domain() {
+    let setup = Setup::default();
+    let side = Side::new(A, &setup);
+    let queue = || {
+        let basic = srq(side.pd, 4, 0);
+        SharedReceiveQueue::new(SrqConfig {
+            srq_type: SrqType::Xrc,
+            cq: Some(side.recv_cq.clone()),
+            ..basic.config().clone()
+        })
+    };
+    let domain = XrcDomain::new();
+    assert!(domain.is_empty());
+    let first = queue();
+    assert!(domain.attach(&first) && !domain.is_empty());
+    assert!(!domain.attach(&queue()), "taken");
+    assert!(!domain.attach(&srq(side.pd, 4, 0)), "no queue of XRC");
+    drop(first);
+    assert!(domain.is_empty());
+    assert!(domain.attach(&queue()));
 }

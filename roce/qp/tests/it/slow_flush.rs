@@ -154,3 +154,23 @@ fn a_former_life_s_flush_is_not_taken_for_that_of_the_next() {
     p.run();
     assert_eq!(ids(&p.a.completions()), [(5, WcStatus::Success)]);
 }
+
+#[test]
+fn what_was_buffered_behind_a_flush_before_it_began_waits_too() {
+    let [setup, ..] = setups();
+    let log = Arc::new(Log::default());
+    let mut p = Pair::new(setup);
+    p.b.is_slow = true;
+    let dst = persistent(&p.b, 4096, all(), &log);
+    let src = p.a.filled(8, 3);
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 8)]);
+    p.a.send(2, flush(&dst, 0, 8, PERSISTENT, Selectivity::Range), &[]);
+    p.a.send(3, SendOp::Write(at(&dst, 8)), &[sge(&src, 0, 8)]);
+    let sent = p.a.drain();
+    [1, 2, 0].iter().for_each(|n: &usize| p.b.handle(&sent[*n].1));
+    let written = [pattern(8, 3), vec![0; 8]].concat();
+    assert_eq!(bytes(&dst, 0, 16), written);
+    assert!(p.b.persist());
+    p.run();
+    assert_eq!(bytes(&dst, 8, 8), pattern(8, 3));
+}

@@ -507,3 +507,21 @@ fn a_sure_report_lacks_only_what_is_lost() {
         assert_eq!([1, 2].map(|n| r.mark(at(n))), [mark, Mark::Lost]);
     }
 }
+
+/// Its receive is missing: it must come again. One that is acknowledged, or was never sent, is nobody's.
+#[test]
+fn an_expected_packet_that_has_arrived_is_lost() {
+    for (una, next, expected, mark) in [
+        (0, 6, 0, Mark::Lost),
+        (0, 6, 2, Mark::Lost),
+        (0, 2, 2, Mark::InFlight),
+        (3, 6, 2, Mark::InFlight),
+    ] {
+        let mut r = Scoreboard::default();
+        let has = [expected, 4, 5];
+        report(expected, &has, |report| {
+            r.on_report((at(una), at(next)), report, |_| false, false)
+        });
+        assert_eq!(r.mark(at(expected)), mark, "{una}..{next}, {expected}");
+    }
+}
