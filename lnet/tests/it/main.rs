@@ -6,4 +6,7 @@ mod captures;
 mod conn;
 mod messages;
 mod ping;
+#[path = "../../../rtrs/tests/support/provider.rs"]
+mod provider;
+mod replay;
 mod selftest;
