@@ -336,6 +336,13 @@ fn after_an_overflow_responses_are_counted_against_the_pace() {
     let request = Raw::new(Opcode::RcReadRequest, B, p.setup.psn);
     p.b.handle(&request.reth(src.addr(), src.rkey(), len as u32).bytes());
     assert_eq!(p.b.drain().len(), 300, "with their overhead");
+    let due = p.b.qp.next_timeout().expect("a time to go on");
+    p.b.timeout();
+    assert_eq!(p.b.qp.next_timeout(), Some(due), "too early");
+    p.b.now = due;
+    p.b.timeout();
+    assert_eq!(p.b.qp.next_timeout(), None);
+    assert!(!p.b.drain().is_empty());
 }
 
 #[test]
