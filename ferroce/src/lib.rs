@@ -12,6 +12,7 @@ mod daemon;
 mod doctor;
 mod event;
 mod fault;
+mod lnet;
 mod man;
 mod map;
 mod names;
@@ -81,6 +82,8 @@ enum Command {
     Stat(sharing::stat::StatArgs),
     /// RDS sockets: show them, ping others, and the node that has their connections
     Rds(rds::RdsCommand),
+    /// LNet over RDMA, as Lustre has it: check NIDs, and answer others
+    Lnet(lnet::LnetCommand),
     /// Share addresses among processes; programs start it on demand
     Broker(sharing::broker::BrokerArgs),
     /// Show and change the injected faults of running processes (--fault), for tests
@@ -127,6 +130,7 @@ pub fn run() -> ExitCode {
         Command::Link(args) => sharing::link::run(&args),
         Command::Stat(args) => sharing::stat::run(&args),
         Command::Rds(args) => rds::run(&args),
+        Command::Lnet(args) => lnet::run(&args),
         Command::Broker(args) => sharing::broker::run(&args),
         Command::Fault(args) => fault::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -11,7 +11,7 @@ use std::{
 
 use lnet::{
     Buffer, Config, ConnectionInfo, Counters, Entry, Failure, Get, JobId, Node, Output, Put,
-    proto::{NET_O2IB, Nid},
+    proto::Nid,
     selftest::{Target, TargetConfig},
 };
 use roce::DeviceConfig;
@@ -82,7 +82,7 @@ impl LnetNode {
     /// or another owner of UDP port 4791 already.
     pub fn open(options: NodeOptions) -> io::Result<Self> {
         let nid = options.nid;
-        if nid.net_type() != NET_O2IB {
+        if !nid.is_o2ib() {
             let text = format!("{nid} is not a NID of o2iblnd, as 192.0.2.1@o2ib is");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }

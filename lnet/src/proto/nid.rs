@@ -37,6 +37,11 @@ impl Nid {
         (self.0 >> 32) as u16
     }
 
+    /// Returns whether it is of a network of o2iblnd.
+    pub const fn is_o2ib(self) -> bool {
+        self.net_type() == NET_O2IB
+    }
+
     /// Address.
     pub const fn address(self) -> Ipv4Addr {
         Ipv4Addr::from_bits(self.0 as u32)

@@ -12,6 +12,7 @@ mod failures;
 mod faults;
 mod ipv6;
 mod jobs;
+mod lnet;
 mod lost;
 mod names;
 mod nbd_front;

@@ -1,0 +1,80 @@
+//! `ferroce lnet`: nodes of LNet over RDMA (o2iblnd), as Lustre has them.
+
+mod explain;
+mod ping;
+mod serve;
+
+use std::io;
+
+use clap::{Args, Subcommand};
+use lnet_host::{Config, LnetNode, Nid, NodeOptions};
+
+use crate::output::Failure;
+
+#[derive(Args)]
+pub(crate) struct LnetCommand {
+    #[command(subcommand)]
+    command: Lnet,
+}
+
+#[derive(Subcommand)]
+enum Lnet {
+    /// Check whether NIDs of o2iblnd can be reached, and why not, as `lctl ping` does
+    Ping(ping::PingArgs),
+    /// Be a node of LNet: answer pings, discovery and lnet_selftest
+    Serve(serve::ServeArgs),
+}
+
+/// Runs a command.
+pub(crate) fn run(args: &LnetCommand) -> Result<(), Failure> {
+    match &args.command {
+        Lnet::Ping(args) => ping::run(args),
+        Lnet::Serve(args) => serve::run(args),
+    }
+}
+
+/// Parameters of connections that are offered and accepted.
+#[derive(Args)]
+struct Offer {
+    /// Queue depth of connections at most: `peer_credits` of ko2iblnd
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=255))]
+    peer_credits: u16,
+    /// Fragments of a descriptor at most
+    #[arg(long, value_name = "N", default_value_t = 257, value_parser = clap::value_parser!(u16).range(1..=257))]
+    fragments: u16,
+}
+
+impl Offer {
+    fn config(&self) -> Config {
+        Config {
+            peer_credits: self.peer_credits,
+            high_water: (self.peer_credits / 2).max(1),
+            max_frags: self.fragments,
+            ..Config::default()
+        }
+    }
+}
+
+/// Opens a node.
+fn open(options: NodeOptions) -> Result<LnetNode, Failure> {
+    let nid = options.nid;
+    LnetNode::open(options).map_err(|e| {
+        let hint = match e.kind() {
+            io::ErrorKind::AddrInUse => {
+                "; another program has RoCE there (`ferroce lnet serve`, `ferroce run`, or the kernel's rdma_rxe)"
+            }
+            io::ErrorKind::AddrNotAvailable => "; it has to be an address of this host",
+            _ => "",
+        };
+        Failure::failed(format!("{nid} can't be used: {e}{hint}"))
+    })
+}
+
+/// Reads a NID of o2iblnd.
+fn o2ib(text: &str) -> Result<Nid, String> {
+    let nid: Nid = text.parse()?;
+    match nid.is_o2ib() {
+        true => Ok(nid),
+        false => Err(format!("{nid} is not of o2iblnd, as 192.0.2.1@o2ib is")),
+    }
+}

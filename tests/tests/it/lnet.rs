@@ -1,0 +1,122 @@
+//! `ferroce lnet`: a node that serves, and pings of it and of what is none.
+
+use ferroce_tests::{
+    fresh_address,
+    process::{Finished, Running, run},
+};
+use nix::sys::signal::Signal;
+
+fn nid() -> String {
+    format!("{}@o2ib", fresh_address())
+}
+
+/// Pings NIDs from an address of its own.
+fn ping(args: &[&str], nids: &[&str]) -> Finished {
+    let own = fresh_address().to_string();
+    run(&[&["lnet", "ping", "-I", &own, "-W", "2"], args, nids].concat())
+}
+
+#[test]
+fn a_node_that_serves_is_pinged() {
+    let served = nid();
+    let mut serving = Running::start(&["lnet", "serve", "--json", "--peer-credits", "4", &served]);
+    assert_eq!(serving.event("listening")["nid"], served);
+    let second = run(&["lnet", "serve", &served]);
+    assert!(
+        second.code == Some(1) && second.stderr.contains("another program has RoCE there"),
+        "{second:?}"
+    );
+
+    let pinged = ping(&["--json", "-c", "2", "-i", "0.01"], &[&served]);
+    assert_eq!((pinged.code, pinged.stderr.as_str()), (Some(0), ""));
+    let answers = pinged.json();
+    assert_eq!(answers.len(), 2);
+    // It has asked for 8, and asked again.
+    let first = &answers[0];
+    assert_eq!((&first["nid"], &first["number"]), (&served.clone().into(), &1.into()));
+    assert_eq!(
+        (&first["version"], &first["queue_depth"], &first["fragments"]),
+        (&2.into(), &4.into(), &257.into())
+    );
+    let interfaces = first["interfaces"].as_array().unwrap();
+    assert_eq!(
+        (&interfaces[0]["nid"], &interfaces[0]["status"]),
+        (&"0@lo".into(), &().into())
+    );
+    assert_eq!(
+        (&interfaces[1]["nid"], &interfaces[1]["status"]),
+        (&served.clone().into(), &"up".into())
+    );
+    assert!(serving.event("refused")["why"].as_str().unwrap().contains("8 messages"));
+    let connected = serving.event("connected");
+    assert_eq!(connected["queue_depth"], 4);
+    assert_eq!(serving.event("pinged")["peer"], connected["peer"]);
+    assert_eq!(serving.event("disconnected")["peer"], connected["peer"]);
+
+    let lines = ping(&[], &[&served]).stdout;
+    let lines: Vec<&str> = lines.lines().collect();
+    assert!(
+        lines[0].starts_with(&format!("{served}    1: ")) && lines[0].ends_with(" usec"),
+        "{lines:?}"
+    );
+    let details = [
+        "  o2iblnd version 2, queue depth 4, 257 fragments",
+        "  features 0x06: NI_STATUS, RTE_DISABLED",
+        "  0@lo",
+    ];
+    assert_eq!(lines[1..4], details);
+    assert_eq!(lines[4..], [format!("  {served} up")]);
+
+    serving.signal(Signal::SIGINT);
+    let ended = serving.end();
+    let summary = ended.json().pop().unwrap();
+    assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""));
+    assert_eq!(
+        (&summary["event"], &summary["received"], &summary["dropped"]),
+        (&"summary".into(), &3.into(), &0.into())
+    );
+}
+
+#[test]
+fn a_ping_says_why_there_is_no_answer() {
+    let (served, rds, absent) = (nid(), fresh_address().to_string(), nid());
+    let mut serving = Running::start(&["lnet", "serve", "--json", &served]);
+    serving.event("listening");
+    // RoCE, and nobody on port 987.
+    let home = tempfile::tempdir().unwrap();
+    let mut other = Running::start(&[
+        "rds",
+        "node",
+        "--json",
+        "--stay",
+        "--addr",
+        &rds,
+        "--dir",
+        &home.path().display().to_string(),
+    ]);
+    other.event("rds_opened");
+    let wrong_net = format!("{served}7");
+    let pinged = ping(&["--json"], &[&absent, &rds, &served]);
+    assert_eq!((pinged.code, pinged.stderr.as_str()), (Some(1), ""));
+    let outcomes = pinged.json();
+    assert_eq!(
+        (&outcomes[0]["cause"], &outcomes[1]["cause"]),
+        (&"no_roce".into(), &"no_listener".into())
+    );
+    assert!(outcomes[2]["usec"].is_u64(), "{outcomes:?}");
+    let pinged = ping(&[], &[&wrong_net]);
+    assert_eq!(pinged.code, Some(1));
+    assert!(
+        pinged.stdout.contains("ERROR") && pinged.stdout.contains("lctl list_nids"),
+        "{}",
+        pinged.stdout
+    );
+    let own = run(&["lnet", "ping", "-I", "192.0.2.1", "192.0.2.1"]);
+    assert!(own.code == Some(2) && own.stderr.contains("own address"), "{own:?}");
+    assert_eq!(run(&["lnet", "ping", "192.0.2.1@tcp"]).code, Some(2));
+    for mut running in [serving, other] {
+        running.signal(Signal::SIGTERM);
+        running.wait();
+        assert_eq!(running.end().code, Some(0));
+    }
+}
