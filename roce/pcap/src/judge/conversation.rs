@@ -15,6 +15,8 @@ use crate::{finding::Finding, rule::Rule, severity::Severity, verdict::Verdict};
 const TIMEOUT_NS: u64 = 2_000_000_000;
 /// Packets that experienced congestion after which a notification is due.
 const MARKED: u64 = 64;
+/// Largest value of a retry counter.
+const MAX_RETRIES: u32 = 7;
 
 /// Endpoint of a conversation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -205,7 +207,9 @@ fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mu
         cx.find_at(Rule::RnrUnresolved, rnr.frame, backwards, text);
         return;
     }
-    // What was asked for may have been lost before the capture, and lost again when it was repeated.
+    // What was asked for may have been lost before the capture, and lost again each time it was repeated: where others were, by chance in
+    // as many rounds as the retry counter allows.
+    let rounds = if d.is_lossy { 1 + MAX_RETRIES } else { 2 };
     if let Some(nak) = d.gap_nak.filter(|nak| nak.psn >= d.acked)
         && let Some(hole) = d
             .spans
@@ -214,7 +218,7 @@ fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mu
             .filter(|span| span.is_hole())
         && d.spans
             .from(nak.psn)
-            .any(|span| !span.is_hole() && span.last_ns > nak.time_ns && span.sent > 2)
+            .any(|span| !span.is_hole() && span.last_ns > nak.time_ns && span.sent > rounds)
     {
         let text = format!(
             "PSN {} was never sent; the peer asked for it in frame {}",

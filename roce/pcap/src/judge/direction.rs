@@ -100,6 +100,8 @@ pub(super) struct Direction {
     pub(super) gap_nak: Option<GapNak>,
     pub(super) rnr: Option<Rnr>,
     pub(super) refused: Option<Refused>,
+    /// A packet came later than those behind it: it was overtaken, or lost before the capture and sent again.
+    pub(super) is_lossy: bool,
     /// Request packets, and those that were sent before.
     pub(super) requests: u64,
     pub(super) repeated: u64,

@@ -365,6 +365,7 @@ fn repeated(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'_>)
 fn late(d: &mut Direction, o: &Observed<'_>, psn: i64, at: usize, cx: &mut Context<'_>) -> EventKind {
     let (body, count) = body(o, psn, *cx.mtu);
     d.assumed |= body.is_assumed();
+    d.is_lossy = true;
     let room = d.spans.get(at).map_or(1, |hole| hole.end() - psn);
     let count = count.unwrap_or(room).min(room);
     d.spans.fill(
