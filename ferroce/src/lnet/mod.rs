@@ -2,12 +2,17 @@
 
 mod explain;
 mod ping;
+mod selftest;
 mod serve;
 
-use std::io;
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr},
+};
 
 use clap::{Args, Subcommand};
 use lnet_host::{Config, LnetNode, Nid, NodeOptions};
+use roce::iface;
 
 use crate::output::Failure;
 
@@ -23,6 +28,8 @@ enum Lnet {
     Ping(ping::PingArgs),
     /// Be a node of LNet: answer pings, discovery and lnet_selftest
     Serve(serve::ServeArgs),
+    /// Measure LNet to other nodes by lnet_selftest, as `lst` of Lustre does
+    Selftest(selftest::SelftestArgs),
 }
 
 /// Runs a command.
@@ -30,6 +37,7 @@ pub(crate) fn run(args: &LnetCommand) -> Result<(), Failure> {
     match &args.command {
         Lnet::Ping(args) => ping::run(args),
         Lnet::Serve(args) => serve::run(args),
+        Lnet::Selftest(args) => selftest::run(args),
     }
 }
 
@@ -76,5 +84,21 @@ fn o2ib(text: &str) -> Result<Nid, String> {
     match nid.is_o2ib() {
         true => Ok(nid),
         false => Err(format!("{nid} is not of o2iblnd, as 192.0.2.1@o2ib is")),
+    }
+}
+
+/// NID to reach another one from: of the same network, at this address or that of the route.
+fn source(addr: Option<Ipv4Addr>, nid: Nid) -> Result<Nid, Failure> {
+    let route = || match iface::route_to(nid.address().into()) {
+        Ok(IpAddr::V4(addr)) => Ok(addr),
+        Ok(IpAddr::V6(addr)) => Err(Failure::failed(format!("the way to {nid} begins at {addr}"))),
+        Err(e) => Err(Failure::failed(format!("no way to {nid}: {e}"))),
+    };
+    let addr = addr.map_or_else(route, Ok)?;
+    match addr == nid.address() {
+        true => Err(Failure::usage(format!(
+            "{nid} is this host's own address: use another one (-I), or another host"
+        ))),
+        false => Ok(Nid::new(nid.net_type(), nid.net_number(), addr)),
     }
 }

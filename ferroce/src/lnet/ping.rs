@@ -1,17 +1,16 @@
 //! `ferroce lnet ping`: probes of NIDs.
 
 use std::{
-    net::IpAddr,
+    net::Ipv4Addr,
     thread,
     time::{Duration, Instant},
 };
 
 use clap::Args;
 use lnet_host::{Config, Error, LnetNode, Negotiated, Nid, NodeOptions, PingReply, STATUS_DOWN, STATUS_UP};
-use roce::iface;
 use serde::Serialize;
 
-use super::{Offer, explain::explain, o2ib, open};
+use super::{Offer, explain::explain, o2ib, open, source};
 use crate::{
     output::{self, Failure},
     units,
@@ -47,7 +46,7 @@ pub(crate) struct PingArgs {
     timeout: Duration,
     /// Address to send from [default: that of the route]
     #[arg(short = 'I', long, value_name = "ADDRESS")]
-    source: Option<std::net::Ipv4Addr>,
+    source: Option<Ipv4Addr>,
     #[command(flatten)]
     offer: Offer,
     /// Print JSON
@@ -100,7 +99,7 @@ pub(super) fn run(args: &PingArgs) -> Result<(), Failure> {
     let mut node: Option<LnetNode> = None;
     let mut all_answered = true;
     for nid in &args.nids {
-        let source = source(args, *nid)?;
+        let source = source(args.source, *nid)?;
         // The former one has its address until it is dropped.
         node = node.filter(|node| node.nid() == source);
         let node = match &node {
@@ -112,23 +111,6 @@ pub(super) fn run(args: &PingArgs) -> Result<(), Failure> {
     match all_answered {
         true => Ok(()),
         false => Err(Failure::reported(1)),
-    }
-}
-
-/// NID to ping from: of the same network, at the address of the route.
-fn source(args: &PingArgs, nid: Nid) -> Result<Nid, Failure> {
-    let route = || match iface::route_to(nid.address().into()) {
-        Ok(IpAddr::V4(addr)) => Ok(addr),
-        Ok(IpAddr::V6(addr)) => Err(Failure::failed(format!("the way to {nid} begins at {addr}"))),
-        Err(e) => Err(Failure::failed(format!("no way to {nid}: {e}"))),
-    };
-    let addr = args.source.map_or_else(route, Ok)?;
-    let source = Nid::new(nid.net_type(), nid.net_number(), addr);
-    match addr == nid.address() {
-        true => Err(Failure::usage(format!(
-            "{nid} is this host's own address: ping it from another one (-I), or from another host"
-        ))),
-        false => Ok(source),
     }
 }
 

@@ -120,3 +120,52 @@ fn a_ping_says_why_there_is_no_answer() {
         assert_eq!(running.end().code, Some(0));
     }
 }
+
+#[test]
+fn nodes_are_tested_with_data_each_way() {
+    let (served, absent) = (nid(), nid());
+    let mut serving = Running::start(&["lnet", "serve", "--json", &served]);
+    serving.event("listening");
+    let test = |args: &[&str], nids: &[&str]| {
+        let own = fresh_address().to_string();
+        run(&[&["lnet", "selftest", "-I", &own, "--json", "-W", "2"], args, nids].concat())
+    };
+    for (kind, data) in [("ping", 0), ("read", 65536), ("write", 65536)] {
+        let tested = test(
+            &["--test", kind, "-s", "64k", "--check", "full", "-n", "20"],
+            &[&served],
+        );
+        assert_eq!((tested.code, tested.stderr.as_str()), (Some(0), ""), "{tested:?}");
+        let events = tested.json();
+        assert!(events.iter().any(|event| event["event"] == "begun"), "{events:?}");
+        let summary = events.last().unwrap();
+        // Eight units with as many requests each.
+        let expected = ("summary", 24, 0, 24 * data);
+        let number = |key: &str| summary[key].as_u64().unwrap();
+        let found = (
+            summary["event"].as_str().unwrap(),
+            number("done"),
+            number("failed"),
+            number("bytes"),
+        );
+        assert_eq!(found, expected, "{kind}");
+    }
+    let tested = test(&["--test", "ping", "-n", "1"], &[&served, &absent]);
+    assert_eq!(tested.code, Some(1));
+    let events = tested.json();
+    assert!(
+        events
+            .iter()
+            .any(|event| event["event"] == "lost" && event["nid"] == absent),
+        "{events:?}"
+    );
+    assert_eq!(events.last().unwrap()["done"], 1);
+    let too_long = test(&["-s", "2M"], &[&served]);
+    assert!(
+        too_long.code == Some(2) && too_long.stderr.contains("1 MiB"),
+        "{too_long:?}"
+    );
+    serving.signal(Signal::SIGTERM);
+    serving.wait();
+    assert_eq!(serving.end().code, Some(0));
+}
