@@ -11,6 +11,7 @@ use thiserror::Error;
 use crate::{
     credits::CreditError,
     handshake::{BadAnswer, Refusal, Rejected},
+    info::Negotiated,
     proto::{Handle, Nid, ProtoError},
 };
 
@@ -50,17 +51,6 @@ pub(crate) enum Of {
     Served(Box<Served>),
     /// None that anybody is told of.
     Nobody,
-}
-
-/// Parameters of a connection.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Negotiated {
-    /// Messages each way.
-    pub depth: u16,
-    /// Fragments of a descriptor.
-    pub frags: u16,
-    /// The peer's incarnation.
-    pub incarnation: u64,
 }
 
 /// Report of a node to its user.

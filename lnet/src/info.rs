@@ -1,6 +1,17 @@
 //! State of a node, to be shown.
 
-use crate::{event::Negotiated, proto::Nid};
+use crate::proto::Nid;
+
+/// Parameters of a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Negotiated {
+    /// Messages each way.
+    pub depth: u16,
+    /// Fragments of a descriptor.
+    pub frags: u16,
+    /// The peer's incarnation.
+    pub incarnation: u64,
+}
 
 /// State of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -8,7 +8,7 @@ use roce_verbs::provider::{NoAnswer, RejectReason};
 pub(super) struct Explained {
     /// Its name in JSON.
     pub(super) cause: &'static str,
-    /// What to look at.
+    /// Next step for the user.
     pub(super) remedy: &'static str,
 }
 

@@ -18,9 +18,9 @@ use crate::{
     buffer::Buffer,
     config::Config,
     credits::{Credits, OUT_OF_BAND, Settled},
-    event::{Failure, Negotiated, Of},
+    event::{Failure, Of},
     handshake::{Agreed, Identity},
-    info::ConnectionInfo,
+    info::{ConnectionInfo, Negotiated},
     proto::{Body, Completion, Fragment, Fragments, Message, MsgType, Nid, RdmaDesc},
 };
 

@@ -74,7 +74,7 @@ struct Call {
     /// Memory for the reply, and for the data, while peers may use it.
     reply: Option<(EntryId, Buffer)>,
     data: Option<(EntryId, usize)>,
-    /// What is known of its end.
+    /// Its result, as far as it is known.
     outcome: Option<Result<Message, CallError>>,
 }
 

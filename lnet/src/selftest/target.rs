@@ -74,7 +74,7 @@ enum Then {
     Add(Buffer),
 }
 
-/// What a peer has under way.
+/// Requests and data of a peer under way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Load {
     requests: u32,

@@ -12,7 +12,7 @@ use roce_qp::TxKind;
 /// Witnesses that must fail in a row: at 10 % random loss, one run in 10^10 does.
 const FAILURES: u8 = 10;
 /// Packets after which a witness without result is replaced.
-const TIMEOUT: u64 = 4096;
+const WITNESS_PACKETS: u64 = 4096;
 /// Single packets after which trains are tried again: routes change.
 const RETRY: u64 = 1 << 18;
 /// Failures that end such a trial.
@@ -134,7 +134,7 @@ impl Gso {
                 _ => {}
             }
         }
-        if self.witness.is_some_and(|w| w.packets > TIMEOUT) {
+        if self.witness.is_some_and(|w| w.packets > WITNESS_PACKETS) {
             self.witness = None;
         }
         false
@@ -292,7 +292,7 @@ mod tests {
     fn a_witness_of_which_nothing_is_heard_makes_room() {
         let mut gso = Gso::default();
         gso.on_staged(A, &answers(0, 8), 4);
-        for i in 0..TIMEOUT {
+        for i in 0..WITNESS_PACKETS {
             gso.on_staged(B, &train(i as u32 * 2, 2), 4);
         }
         assert!(gso.waits_for(B));

@@ -16,7 +16,7 @@ const MIN_BURST: i64 = 128 << 10;
 /// One burst goes out in this time.
 const PERIOD: Duration = Duration::from_millis(20);
 /// After as long without an overflow the burst doubles …
-const TIMEOUT: Duration = Duration::from_secs(1);
+const GROW_AFTER: Duration = Duration::from_secs(1);
 /// … and beyond this there is no limit any more.
 const NO_LIMIT: i64 = 64 << 20;
 /// Pauses end when a period divided by this has been earned: before a requester takes them for a loss.
@@ -95,7 +95,7 @@ pub(crate) struct Pace {
 impl Pace {
     pub(crate) fn may_send(&mut self, now: Instant) -> Result<(), Instant> {
         if let Some(rate) = &mut self.bucket.rate
-            && now.saturating_since(self.changed) > TIMEOUT
+            && now.saturating_since(self.changed) > GROW_AFTER
         {
             self.changed = now;
             rate.burst *= 2;

@@ -441,7 +441,7 @@ mod tests {
         assert_eq!(buffer.bitmap(at(8), 4096).len(), 65);
     }
 
-    /// Whatever differs but what a retransmission may have otherwise.
+    /// A retransmission may differ in some fields only.
     #[test]
     fn copies_that_differ_are_told_apart() {
         let reth = Reth {

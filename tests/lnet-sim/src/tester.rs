@@ -232,7 +232,7 @@ impl Tester {
         Ok(())
     }
 
-    /// Something has failed: what is left is to leave.
+    /// A step has failed: only leaving is left.
     fn leave(&mut self, step: Step) {
         if !matches!(step, Step::Remove(_)) {
             self.steps.retain(|step| matches!(step, Step::Remove(_)));

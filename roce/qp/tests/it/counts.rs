@@ -1,4 +1,4 @@
-//! What a counter counts: each happens once, or is another thing that the counter leaves out.
+//! Events that counters count: each happens once, or is another thing that the counter leaves out.
 
 use std::sync::Arc;
 

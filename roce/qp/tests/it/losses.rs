@@ -275,7 +275,7 @@ fn a_loss_costs_what_it_must() {
     assert!(updates || expected.next().is_none());
 }
 
-/// What is counted too often of one queue pair would be missing of another one's.
+/// Packets counted twice for one queue pair would be missing for another one.
 #[test]
 fn a_loss_leaves_the_part_of_other_queue_pairs_in_the_window_as_it_was() {
     for (_, messages) in LOADS {

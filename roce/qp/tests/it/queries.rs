@@ -267,7 +267,7 @@ fn congestion_notifications_slow_requests_and_responses_but_no_acknowledgement()
     }
 }
 
-/// What was sent before a notification can't tell of the cut that follows.
+/// Packets sent before a notification show nothing of the cut that follows.
 #[test]
 fn the_rate_stays_for_a_round_trip_after_a_cut() {
     let us = Duration::from_micros;
