@@ -1,8 +1,11 @@
 //! LNet over o2iblnd: messages, and the WRITEs of bulk data.
 
-use ::lnet::proto::{
-    Body, Checksum, Completion, ConnParams, HEAD_LEN, Handle, LnetHdr, MAGIC, Message as Kib, MsgType, Operation,
-    PingInfo, ProtoError, RdmaDesc, STATUS_DOWN, STATUS_UP, VERSION_1, peek,
+use ::lnet::{
+    proto::{
+        Body, Checksum, Completion, ConnParams, HEAD_LEN, Handle, LnetHdr, MAGIC, Message as Kib, MsgType, Operation,
+        PingInfo, ProtoError, RdmaDesc, STATUS_DOWN, STATUS_UP, VERSION_1, peek,
+    },
+    selftest,
 };
 use roce_bth::{Class, Reth};
 use zerocopy::{FromBytes, IntoBytes};
@@ -20,8 +23,8 @@ use crate::{
 const NAME: &str = "LNet";
 /// Fragments of a descriptor that are shown.
 const MAX_SHOWN: usize = 16;
-/// Magic number of messages of `lnet_selftest`, and its bytes.
-const SELFTEST: [u8; 4] = 0xeeb0_f00d_u32.to_le_bytes();
+/// Beginning of messages of `lnet_selftest`.
+const SELFTEST: [u8; 4] = selftest::proto::MAGIC.to_le_bytes();
 
 /// Key of a cookie that this direction's sender made.
 fn cookie_key(cx: &Cx<'_>, maker: Direction, cookie: u64) -> Key {

@@ -28,7 +28,8 @@ pub const DATA_WORD: u64 = 0xeeb0_eeb1_eeb2_eeb3;
 /// Bytes of data of a bulk test at most.
 pub const MAX_BULK: u32 = 1 << 20;
 
-const MAGIC: u32 = 0xeeb0_f00d;
+/// Magic number of all messages.
+pub const MAGIC: u32 = 0xeeb0_f00d;
 const HEAD_LEN: usize = 24;
 const WHAT: &str = "selftest message";
 

@@ -152,7 +152,7 @@ impl Run {
     /// Has nodes join a session for a test. `stamp`: microseconds since 1970, for example: a number that no other session of this NID has.
     ///
     /// # Errors
-    /// What of the plan is not possible.
+    /// The part of the plan that is not possible.
     pub fn start(node: &mut Node, now: Instant, plan: RunPlan, stamp: u64) -> Result<Self, &'static str> {
         plan.check()?;
         let sid = Sid { nid: node.nid(), stamp };
@@ -244,15 +244,20 @@ impl Run {
         timeouts.into_iter().flatten().min()
     }
 
-    fn step(&mut self, node: &mut Node, now: Instant, peer: Nid, step: Step) {
-        let plan = TestPlan {
+    /// The test, of these nodes.
+    fn test(&self, nodes: Vec<Nid>) -> TestPlan {
+        TestPlan {
             batch: BATCH,
             parameters: self.plan.parameters,
             loops: self.plan.loops,
             concurrency: self.plan.concurrency,
             stop_on_error: false,
-            nodes: Vec::new(),
-        };
+            nodes,
+        }
+    }
+
+    fn step(&mut self, node: &mut Node, now: Instant, peer: Nid, step: Step) {
+        let plan = self.test(Vec::new());
         let console = &mut self.console;
         let asked = match step {
             Step::Join => console.make_session(node, now, peer, self.plan.force),
@@ -344,14 +349,7 @@ impl Run {
             self.phase = Phase::Leaving;
             return self.go_on(node, now);
         }
-        let plan = TestPlan {
-            batch: BATCH,
-            parameters: self.plan.parameters,
-            loops: self.plan.loops,
-            concurrency: self.plan.concurrency,
-            stop_on_error: false,
-            nodes,
-        };
+        let plan = self.test(nodes);
         let request = Message::new(Features::all(), self.console.client_test(&plan));
         let added = self.session.add_client(&request, &plan.nodes, LIMITS);
         let begun = added.and_then(|()| self.session.run((node, &mut self.client), now, BATCH));

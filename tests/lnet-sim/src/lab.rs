@@ -1,17 +1,14 @@
 //! Hosts on a network without faults, for tests that say what each host does.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::Ipv4Addr;
 
 use lnet::proto::Nid;
-use roce_port::{
-    TxConfig,
-    fabric::{FabricConfig, Usage},
-};
+use roce_port::fabric::Usage;
 use roce_sim::{
-    Check, Faults, HostPlan, Link, Rng, Trace, US,
-    lan::{LagPlan, Lan, LanEvent, Machines, of_host},
+    Check, Faults, Link, Rng, Trace, US,
+    lan::{Lan, LanEvent, Machines, of_host, plain_host},
 };
-use roce_verbs::{Mtu, provider::Cx};
+use roce_verbs::provider::Cx;
 
 /// Events of a run at most.
 const MAX_EVENTS: u32 = 1_000_000;
@@ -26,34 +23,6 @@ pub struct Lab<M> {
 
 fn address(index: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 0, 0, index as u8 + 1)
-}
-
-fn host(index: usize) -> (HostPlan, FabricConfig, LagPlan) {
-    let plan = HostPlan {
-        addr: IpAddr::V4(address(index)),
-        mtu: Mtu::B4096,
-        gro: false,
-        sees_headers: true,
-        counts_up: false,
-        tx: TxConfig::default(),
-        window: Default::default(),
-        rx_buffer: 4 << 20,
-        latency: 0,
-        turn_packets: 64,
-        tight: false,
-        keeps: false,
-    };
-    let keys = FabricConfig {
-        instant_keys: true,
-        fast_registration: true,
-        windows: true,
-        tells_invalidated: true,
-    };
-    let lag = LagPlan {
-        most: 0,
-        type_1_only: false,
-    };
-    (plan, keys, lag)
 }
 
 /// NID of a host.
@@ -77,7 +46,7 @@ impl<M: Machines> Lab<M> {
             bandwidth: 1_250_000_000,
             queue: 64 << 20,
         };
-        let hosts: Vec<_> = (0..count).map(host).collect();
+        let hosts: Vec<_> = (0..count).map(|index| plain_host(address(index).into())).collect();
         let trace = Trace::new(None, false).expect("a trace without a file");
         let mut lan = Lan::new(&hosts, 1, |_| Link::new(faults), Rng::new(1, 71), trace);
         let mut rng = Rng::new(1, 72);

@@ -8,16 +8,13 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use rds::{Config, Node, Output, Received, Rings, SocketId};
 use roce_bth::Qpn;
-use roce_port::{
-    TxConfig,
-    fabric::{FabricConfig, Usage},
-};
+use roce_port::fabric::Usage;
 use roce_sim::{
-    Check, Coverage, Faults, Frame, HostPlan, LanWorld, Link, MS, Rng, SEC, Simulation, Trace, US,
-    lan::{LagPlan, Lan, LanEvent, Machines, of_host},
+    Check, Coverage, Faults, Frame, LanWorld, Link, MS, Rng, SEC, Simulation, Trace, US,
+    lan::{Lan, LanEvent, Machines, of_host, plain_host},
 };
 use roce_verbs::{
-    Completion, Instant, Mtu,
+    Completion, Instant,
     provider::{Cx, Event, QpId},
 };
 
@@ -140,34 +137,6 @@ pub(crate) struct Race {
     stopping: bool,
 }
 
-fn host(index: usize) -> (HostPlan, FabricConfig, LagPlan) {
-    let plan = HostPlan {
-        addr: Ipv4Addr::new(10, 0, 0, index as u8 + 1).into(),
-        mtu: Mtu::B4096,
-        gro: false,
-        sees_headers: true,
-        counts_up: false,
-        tx: TxConfig::default(),
-        window: Default::default(),
-        rx_buffer: 4 << 20,
-        latency: 0,
-        turn_packets: 64,
-        tight: false,
-        keeps: false,
-    };
-    let keys = FabricConfig {
-        instant_keys: true,
-        fast_registration: true,
-        windows: true,
-        tells_invalidated: true,
-    };
-    let lag = LagPlan {
-        most: 0,
-        type_1_only: false,
-    };
-    (plan, keys, lag)
-}
-
 fn config() -> Config {
     Config {
         rings: Rings { send: 16, recv: 16 },
@@ -198,7 +167,7 @@ impl Race {
             bandwidth: 1_250_000_000,
             queue: 64 << 20,
         };
-        let hosts = [host(0), host(1)];
+        let hosts = [0, 1].map(|index| plain_host(Ipv4Addr::new(10, 0, 0, index + 1).into()));
         let mut lan = Lan::new(&hosts, 1, |_| Link::new(faults), Rng::new(number, 71), trace);
         let empty = lan.nodes.iter().map(|node| node.fabric.usage()).collect();
         let mut rng = Rng::new(number, 72);

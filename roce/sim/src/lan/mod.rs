@@ -7,8 +7,8 @@ use std::{
 };
 
 use roce_port::fabric::{FabricConfig, Ports as _, Usage};
-use roce_port::{RxMeta, TxBatch};
-use roce_verbs::{Instant, provider::Provider as _};
+use roce_port::{RxMeta, TxBatch, TxConfig};
+use roce_verbs::{Instant, Mtu, provider::Provider as _};
 
 use crate::{Check, Frame, HostPlan, Link, NetStats, Rng, Trace};
 
@@ -31,6 +31,35 @@ pub struct Way {
     pub to: usize,
     /// Network that one end is in; `None`: all.
     pub network: Option<usize>,
+}
+
+/// Host without limits or delays of its own, whose device has everything but selective acknowledgements.
+pub fn plain_host(addr: IpAddr) -> (HostPlan, FabricConfig, LagPlan) {
+    let plan = HostPlan {
+        addr,
+        mtu: Mtu::B4096,
+        gro: false,
+        sees_headers: true,
+        counts_up: false,
+        tx: TxConfig::default(),
+        window: Default::default(),
+        rx_buffer: 4 << 20,
+        latency: 0,
+        turn_packets: 64,
+        tight: false,
+        keeps: false,
+    };
+    let keys = FabricConfig {
+        instant_keys: true,
+        fast_registration: true,
+        windows: true,
+        tells_invalidated: true,
+    };
+    let lag = LagPlan {
+        most: 0,
+        type_1_only: false,
+    };
+    (plan, keys, lag)
 }
 
 /// Event at a point in time.
