@@ -183,7 +183,7 @@ mod tests {
         let now = Instant::ZERO + PAUSE;
         for (conn, later) in [(1, 0), (2, 500)] {
             peer.accepted(conn, now + core::time::Duration::from_millis(later));
-            assert_eq!(peer.retry_at, Some(now + PAUSE), "whoever asks again");
+            assert_eq!(peer.retry_at, Some(now + PAUSE), "after each request");
         }
         assert_eq!((peer.connections(), peer.oldest_half_open()), (2, Some(1)));
         peer.begun(3);

@@ -18,8 +18,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Args)]
 #[command(after_help = "\
 Kernels and other nodes reach it by `lctl ping`, `lnetctl ping`, `lnetctl discover` and `ferroce lnet ping`. `lst` of Lustre can have it take \
-part in tests (pings, and data up to 1 MiB each way). It is not a client or server of Lustre. LNet knows no authentication: whoever reaches \
-it can use it for such tests.
+part in tests (pings, and data up to 1 MiB each way). It is not a client or server of Lustre. LNet has no authentication: any host that \
+reaches it can use it for such tests.
 
 It prints a line for each connection, ping and refused request, and its counts at the end. With --json these are objects with `event`: \
 `listening` (`nid`), `connected` (`peer`, `queue_depth`, `fragments`, `incarnation`), `disconnected` (`peer`, `why`), `refused` (`address`, \

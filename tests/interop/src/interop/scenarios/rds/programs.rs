@@ -148,7 +148,7 @@ pub(super) fn rdma(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
         steps += said.lines().filter(|line| line.ends_with(": 60000 bytes")).count();
     }
     match steps {
-        10 => Ok("60000 bytes read and written by each side, whoever called: passed".to_owned()),
+        10 => Ok("60000 bytes read and written by each side as caller and as callee: passed".to_owned()),
         _ => Err(format!("{steps} steps of 10").into()),
     }
 }
