@@ -124,6 +124,8 @@ fn simulate(bin: &Path, args: &SimArgs) -> Result<Tally> {
         if let Some((passed, failed)) = read_totals(line) {
             counted = true;
             (tally.passed, tally.failed) = (passed, failed);
+        } else if line.starts_with("seed ") || line.trim_start().starts_with("again: ") {
+            tally.failures.push(line.trim_start().to_owned());
         }
     })?;
     if !status.success() || !counted {
