@@ -167,7 +167,7 @@ pub(crate) struct Cli {
 enum Task {
     /// Make short captures of kernel-to-kernel traffic, for `pcap-fixtures`, and compare our engine with them
     Capture(capture::Args),
-    /// Measure perftest between two guests, over rdma_rxe and over our transport, in turns
+    /// Measure perftest and RDS sockets between two guests, over rdma_rxe and over our transport, in turns
     Speed(speed::Args),
 }
 

@@ -1,4 +1,5 @@
-//! `ferroce-interop speed`: programs of perftest between two guests, each over rdma_rxe or, under `ferroce run`, over our transport.
+//! `ferroce-interop speed`: programs of perftest, and one with RDS sockets, between two guests, each over rdma_rxe (and the kernel's RDS)
+//! or, under `ferroce run`, over our transport.
 
 use std::{fs, path::PathBuf, thread};
 
@@ -53,15 +54,51 @@ impl Stack {
             Self::Rxe => {
                 "for i in $(seq 50); do modprobe -q rdma_rxe && break; pkill -x ferroce; sleep 0.2; done\n[ -e /sys/class/infiniband/rxe0 ] || rdma link add rxe0 type rxe netdev eth0"
             }
-            Self::Ours => "[ ! -e /sys/class/infiniband/rxe0 ] || rdma link delete rxe0\nmodprobe -r rdma_rxe",
+            Self::Ours => {
+                "modprobe -qr rds_rdma\n[ ! -e /sys/class/infiniband/rxe0 ] || rdma link delete rxe0\nmodprobe -r rdma_rxe"
+            }
         }
     }
 }
 
-/// A program of perftest, what it sends, and on what.
+/// Program that measures.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Program {
+    Perftest(&'static str),
+    /// `rds-peer` of the lab.
+    Rds,
+}
+
+impl Program {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Perftest(name) => name,
+            Self::Rds => "rds-peer",
+        }
+    }
+
+    /// What the server's guest runs until its program has a socket.
+    fn listens(self) -> String {
+        let has_socket = match self {
+            Self::Perftest(_) => format!("grep -q ':{PORT:04X} 0*:0000 0A' /proc/net/tcp /proc/net/tcp6"),
+            Self::Rds => format!("rm {RDS_WAITS} 2>/dev/null"),
+        };
+        format!("for i in $(seq 100); do {has_socket} && exit 0; sleep 0.1; done; exit 1")
+    }
+
+    /// The rate in the output of the client, GB/s.
+    fn rate(self, text: &str) -> Option<f64> {
+        match self {
+            Self::Perftest(_) => average(text),
+            Self::Rds => rds_rate(text),
+        }
+    }
+}
+
+/// Program, what it sends, and on what.
 #[derive(Clone, Copy, Debug)]
 struct Load {
-    program: &'static str,
+    program: Program,
     what: &'static str,
     bytes: u32,
     /// Percent of packets, in either direction.
@@ -74,31 +111,41 @@ impl Load {
             "0" => String::new(),
             percent => format!(", {percent} % lost"),
         };
-        format!(
-            "{} {} KiB{loss}, {} to {}",
-            self.what,
-            self.bytes >> 10,
-            client.name(),
-            server.name()
-        )
+        let size = match self.bytes {
+            small @ ..1024 => format!("{small} B"),
+            large => format!("{} KiB", large >> 10),
+        };
+        format!("{} {size}{loss}, {} to {}", self.what, client.name(), server.name())
     }
 }
 
-const fn load(program: &'static str, what: &'static str, bytes: u32, loss: &'static str) -> Load {
+const fn perftest(program: &'static str, what: &'static str, loss: &'static str) -> Load {
     Load {
-        program,
+        program: Program::Perftest(program),
         what,
-        bytes,
+        bytes: 64 << 10,
         loss,
     }
 }
 
-const LOADS: [Load; 5] = [
-    load("ib_write_bw", "WRITE", 64 << 10, "0"),
-    load("ib_read_bw", "READ", 64 << 10, "0"),
-    load("ib_send_bw", "SEND", 64 << 10, "0"),
-    load("ib_write_bw", "WRITE", 64 << 10, "1"),
-    load("ib_read_bw", "READ", 64 << 10, "1"),
+const fn rds(bytes: u32) -> Load {
+    Load {
+        program: Program::Rds,
+        what: "RDS",
+        bytes,
+        loss: "0",
+    }
+}
+
+const LOADS: [Load; 8] = [
+    perftest("ib_write_bw", "WRITE", "0"),
+    perftest("ib_read_bw", "READ", "0"),
+    perftest("ib_send_bw", "SEND", "0"),
+    perftest("ib_write_bw", "WRITE", "1"),
+    perftest("ib_read_bw", "READ", "1"),
+    rds(64),
+    rds(8 << 10),
+    rds(1 << 20),
 ];
 /// Client and server; pairs that follow one another have as much as possible in common.
 const PAIRS: [[Stack; 2]; 4] = [
@@ -108,6 +155,8 @@ const PAIRS: [[Stack; 2]; 4] = [
     [Stack::Ours, Stack::Rxe],
 ];
 const PORT: u16 = 18_515;
+/// File that says that RDS's receiver has its socket.
+const RDS_WAITS: &str = "/tmp/rds-waits";
 /// What perftest says when it could not measure how fast its clock runs: then it computes 0 MB/s …
 const NO_CLOCK: &str = "Correlation coefficient";
 /// … and is run again, up to so many times.
@@ -161,16 +210,32 @@ impl Pair<'_> {
     fn command(&self, load: &Load, stack: Stack, guest: u8, peer: &str) -> String {
         let Load { program, bytes, .. } = load;
         let seconds = self.seconds;
-        let common = format!("{program} -F -p {PORT} -s {bytes} -m 4096 -t 64 -D {seconds}");
-        match stack {
-            Stack::Rxe => format!(
-                "gid=$(cd /sys/class/infiniband/rxe0/ports/1/gids; grep -li 'ffff:0a4d' 0 1 2 3 4 5 6 7)\n\
-                 {common} -d rxe0 -x $gid {peer}"
-            ),
-            Stack::Ours => format!(
-                "mkdir -p /tmp/broker; export FERROCE_BROKER_DIR=/tmp/broker\n{} run --addr 10.77.0.{guest} -- {common} {peer}",
-                self.places.ferroce.display()
-            ),
+        let under_run = format!(
+            "mkdir -p /tmp/broker; export FERROCE_BROKER_DIR=/tmp/broker\n{} run --addr 10.77.0.{guest} --",
+            self.places.ferroce.display()
+        );
+        match program {
+            Program::Perftest(name) => {
+                let common = format!("{name} -F -p {PORT} -s {bytes} -m 4096 -t 64 -D {seconds}");
+                match stack {
+                    Stack::Rxe => format!(
+                        "gid=$(cd /sys/class/infiniband/rxe0/ports/1/gids; grep -li 'ffff:0a4d' 0 1 2 3 4 5 6 7)\n\
+                         {common} -d rxe0 -x $gid {peer}"
+                    ),
+                    Stack::Ours => format!("{under_run} {common} {peer}"),
+                }
+            }
+            Program::Rds => {
+                let program = self.places.lab.join("rds-peer").display().to_string();
+                let before = match stack {
+                    Stack::Rxe => format!("modprobe rds && modprobe rds_rdma && {program}"),
+                    Stack::Ours => format!("{under_run} {program}"),
+                };
+                match peer {
+                    "" => format!("{before} count 10.77.0.{guest} {PORT} | (read -r waiting; : > {RDS_WAITS}; cat)"),
+                    peer => format!("{before} rate 10.77.0.{guest} {peer} {PORT} {bytes} {seconds}"),
+                }
+            }
         }
     }
 
@@ -195,9 +260,7 @@ impl Pair<'_> {
             "timeout {limit} bash -c '{}'",
             self.command(load, client, 2, "10.77.0.1").replace('\'', "'\\''")
         );
-        let listens = format!(
-            "for i in $(seq 100); do grep -q ':{PORT:04X} 0*:0000 0A' /proc/net/tcp /proc/net/tcp6 && exit 0; sleep 0.1; done; exit 1"
-        );
+        let listens = load.program.listens();
         let (said, served) = thread::scope(|scope| {
             let serves = scope.spawn(|| self.server.try_run(&passive, limit + 20));
             let said = self
@@ -205,13 +268,13 @@ impl Pair<'_> {
                 .run(&listens, 60)
                 .and_then(|_| self.client.try_run(&active, limit + 20));
             if said.as_ref().map_or(true, |(code, _)| *code != 0) {
-                let _ = self.server.run(&format!("pkill {}; true", load.program), 20);
+                let _ = self.server.run(&format!("pkill {}; true", load.program.name()), 20);
             }
             (said, serves.join())
         });
         let served = served.map_err(|_| "the server's thread panicked")??;
         let (code, text) = said.map_err(|e| format!("{e}\n--- server: {}\n{}", served.0, served.1))?;
-        let figure = average(&text).filter(|figure| code == 0 && *figure > 0.0);
+        let figure = load.program.rate(&text).filter(|figure| code == 0 && *figure > 0.0);
         Ok(figure.ok_or_else(|| format!("client: {code}\n{text}\n--- server: {}\n{}", served.0, served.1)))
     }
 }
@@ -222,6 +285,12 @@ fn average(text: &str) -> Option<f64> {
     let mut lines = text.lines().skip_while(|l| !l.trim_start().starts_with("#bytes"));
     let mib: f64 = lines.nth(1)?.split_whitespace().nth(AVERAGE)?.parse().ok()?;
     Some(mib * f64::from(1 << 20) / 1e9)
+}
+
+/// The bytes a second in the last line of `rds-peer rate`, from MB/s to GB/s.
+fn rds_rate(text: &str) -> Option<f64> {
+    let rate = text.trim_end().strip_suffix(" MB/s")?.rsplit(' ').next()?;
+    Some(rate.parse::<f64>().ok()? / 1e3)
 }
 
 fn to_json(args: &Args, rows: &[Row]) -> Value {
@@ -297,6 +366,13 @@ mod tests {
                     65536      2500           0.00               128.00   \t\t   0.003052\n----\n";
         assert_eq!(average(text), Some(0.134_217_728));
         assert_eq!(average("Couldn't connect"), None);
+    }
+
+    #[test]
+    fn rds_says_its_rate() {
+        let text = "512 messages of 8192 bytes, 250/s, 2.048 MB/s\n";
+        assert_eq!(rds_rate(text), Some(0.002_048));
+        assert_eq!(rds_rate("rds-peer: bind: Address not available\n"), None);
     }
 
     #[test]

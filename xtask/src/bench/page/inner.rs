@@ -109,6 +109,10 @@ const RXE: [(&str, f64, f64); 5] = [
     ("WRITE 64 KiB, 1 % lost", 5.0, 5.0),
     ("READ 64 KiB, 1 % lost", 5.0, 5.0),
 ];
+/// Likewise of messages over RDS, with their bytes.
+const RDS: [(&str, f64); 3] = [("RDS 64 B", 64.0), ("RDS 8 KiB", 8192.0), ("RDS 1024 KiB", 1_048_576.0)];
+/// Pairs of ferroce with itself and with the kernel.
+const PAIRS: [&str; 3] = ["ours to ours", "ours to rxe", "rxe to ours"];
 
 /// rdma_rxe and ours in the same virtual machines.
 pub(super) fn rxe(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
@@ -126,23 +130,38 @@ pub(super) fn rxe(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
         let name = row["name"].as_str().unwrap_or_default();
         let values = row["gbytes_per_s"].as_array().into_iter().flatten();
         // A program that failed has brought nothing over.
-        values.for_each(|v| columns.add(name, v.as_f64().unwrap_or(0.0) * 1e3));
+        for value in values {
+            let rate = value.as_f64().unwrap_or(0.0);
+            columns.add(name, rate * 1e3);
+            if let Some((_, bytes)) = RDS.iter().find(|(load, _)| name.starts_with(load)) {
+                columns.add(&format!("messages of {name}"), rate * 1e9 / bytes / 1e3);
+            }
+        }
         let failures = row["failures"].as_array().into_iter().flatten();
         failures.for_each(|why| eprintln!("{name} failed:\n{}", why.as_str().unwrap_or_default()));
     }
-    let figure = |load: &str, pair: &str, least| {
+    let figure = |load: &str, unit: &str, pair: &str, target| {
         let (ours, rxe) = (format!("{load}, {pair}"), format!("{load}, rxe to rxe"));
         let name = ours.replace("ours", "ferroce");
-        columns.figure(&name, "MB/s", &ours, &rxe, Target::AtLeast(least))
+        columns.figure(&name, unit, &ours, &rxe, target)
     };
-    let of = |(load, alone, mixed): (&str, f64, f64)| {
-        [
-            figure(load, "ours to ours", alone),
-            figure(load, "ours to rxe", mixed),
-            figure(load, "rxe to ours", mixed),
-        ]
-    };
-    Ok(RXE.into_iter().flat_map(of).collect())
+    let verbs = RXE.into_iter().flat_map(|(load, alone, mixed)| {
+        PAIRS
+            .into_iter()
+            .zip([alone, mixed, mixed])
+            .map(move |(pair, least)| (load, pair, least))
+    });
+    let verbs = verbs.map(|(load, pair, least)| figure(load, "MB/s", pair, Target::AtLeast(least)));
+    let rds = RDS.iter().flat_map(|&(load, _)| {
+        let messages = format!("messages of {load}");
+        PAIRS.map(|pair| {
+            [
+                figure(&messages, "k/s", pair, Target::None),
+                figure(load, "MB/s", pair, Target::None),
+            ]
+        })
+    });
+    Ok(verbs.chain(rds.flatten()).collect())
 }
 
 #[cfg(test)]

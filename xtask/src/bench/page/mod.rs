@@ -205,9 +205,10 @@ const PARTS: [(&str, &str, &str, Form); 17] = [
     (
         "rxe",
         "rdma_rxe",
-        "perftest between two emulated virtual machines with one processor each: don't compare with the parts above. \
-         Over the kernel's rdma_rxe and over ferroce under `ferroce run`; the client is named first (`cargo xtask \
-         interop speed`). Packets are lost in both directions.",
+        "perftest, and messages one way over `AF_RDS` sockets, between two emulated virtual machines with one \
+         processor each: don't compare with the parts above. Over the kernel's rdma_rxe (and its RDS) and over ferroce \
+         under `ferroce run`; the client is named first (`cargo xtask interop speed`). Packets are lost in both \
+         directions.",
         Form::Bars,
     ),
     (
