@@ -229,6 +229,8 @@ fn a_failing_send_stops_the_send_queue_until_it_is_set_going_again() {
         ]
     );
     assert_eq!(p.a.qp.state(), QpState::Sqe);
+    let text = p.a.qp.take_failure().unwrap().to_string();
+    assert!(text.contains(&format!("key {:#x}", bad.lkey.0)), "{text}");
     // Receiving goes on, sends are flushed.
     let own = p.a.region(100);
     p.a.recv(7, &[sge(&own, 0, 100)]);
@@ -255,6 +257,8 @@ fn a_datagram_with_no_way_to_its_receiver_fails() {
     assert!(p.a.drain().is_empty());
     assert_eq!(ids(&p.a.completions()), [(1, WcStatus::LocalQpOperationError)]);
     assert_eq!(p.a.qp.state(), QpState::Sqe);
+    let text = p.a.qp.take_failure().unwrap().to_string();
+    assert!(text.ends_with("there is no path to the destination"), "{text}");
 }
 
 #[test]

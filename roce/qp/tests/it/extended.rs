@@ -337,5 +337,6 @@ fn a_read_asked_for_again_is_checked_against_the_domain_of_its_queue() {
         assert_eq!(sent.len(), answers);
         assert!(sent.iter().all(|h| h.bth.opcode.info().class == Class::Acknowledge));
     }
+    assert_eq!(x.p.b.counters.dropped_requests, 1);
     assert_eq!(x.p.b.qp.state(), QpState::Rts);
 }
