@@ -73,6 +73,10 @@ pub(crate) struct Connection {
     free: VecDeque<Tx>,
     in_flight: VecDeque<InFlight>,
     waiting: BTreeMap<Cookie, Waiting>,
+    /// Buffers and lengths of messages that have come before the peer's answer to our request.
+    early: Vec<(u32, usize)>,
+    /// Transfers that could not begin.
+    ended: Vec<Ended>,
     /// When something was sent last.
     sent_at: Instant,
 }
@@ -93,6 +97,8 @@ impl Connection {
             free: VecDeque::new(),
             in_flight: VecDeque::new(),
             waiting: BTreeMap::new(),
+            early: Vec::new(),
+            ended: Vec::new(),
             sent_at: now,
         }
     }
@@ -101,6 +107,16 @@ impl Connection {
     pub(crate) fn agree(&mut self, agreed: &Agreed, config: &Config) {
         (self.stamp, self.frags) = (agreed.stamp, agreed.frags);
         self.credits = Credits::new(agreed.depth, config.high_water(agreed.depth));
+    }
+
+    /// Keeps a message until it is known what was agreed on.
+    pub(crate) fn keep_early(&mut self, buffer: u32, len: usize) {
+        self.early.push((buffer, len));
+    }
+
+    /// Takes the messages that were kept.
+    pub(crate) fn take_early(&mut self) -> Vec<(u32, usize)> {
+        core::mem::take(&mut self.early)
     }
 
     /// Its parameters.
@@ -142,7 +158,12 @@ impl Connection {
         }
     }
 
-    /// Posts what there is and fits. Returns transfers that could not begin.
+    /// Takes the transfers that could not begin.
+    pub(crate) fn take_ended(&mut self) -> Vec<Ended> {
+        core::mem::take(&mut self.ended)
+    }
+
+    /// Posts what there is and fits. [`take_ended`](Self::take_ended) has the transfers that could not begin, also after an error.
     ///
     /// # Errors
     /// The connection has failed.
@@ -151,17 +172,16 @@ impl Connection {
         provider: &mut dyn Provider,
         us: &Identity,
         (now, config): (Instant, &Config),
-    ) -> Result<Vec<Ended>, Failure> {
-        let mut ended = Vec::new();
+    ) -> Result<(), Failure> {
         self.link.post_receives(provider)?;
         while !self.asking.is_empty() && self.credits.reserve() {
             self.costly.extend(self.asking.pop_front());
         }
         while let Some(tx) = self.next(now, config) {
-            ended.extend(self.post(provider, us, tx)?);
+            self.post(provider, us, tx)?;
             self.sent_at = now;
         }
-        Ok(ended)
+        Ok(())
     }
 
     /// Takes the next message that may be sent now.
@@ -185,7 +205,7 @@ impl Connection {
     }
 
     /// Sends a message, with the memory that it needs.
-    fn post(&mut self, provider: &mut dyn Provider, us: &Identity, tx: Tx) -> Result<Option<Ended>, Failure> {
+    fn post(&mut self, provider: &mut dyn Provider, us: &Identity, tx: Tx) -> Result<(), Failure> {
         let deadline = tx.deadline;
         match tx.content {
             Content::Noop => self.send(provider, us, &Body::Noop, sent(deadline, true)),
@@ -242,7 +262,8 @@ impl Connection {
                 }
                 Err(e) => {
                     self.credits.answered();
-                    Ok(Some((of, Err(e.into()))))
+                    self.ended.push((of, Err(e.into())));
+                    Ok(())
                 }
             },
             Content::Data {
@@ -261,7 +282,7 @@ impl Connection {
         (src_cookie, dst_cookie): (Cookie, Cookie),
         (sink, of): (&Buffer, Of),
         deadline: Instant,
-    ) -> Result<Option<Ended>, Failure> {
+    ) -> Result<(), Failure> {
         match self.link.register(provider, sink, true) {
             Ok(mr) => {
                 let frags = [fragment(&mr)];
@@ -280,8 +301,8 @@ impl Connection {
                     cookie: src_cookie,
                     status: NO_MEMORY,
                 };
-                self.send(provider, us, &Body::PutNak(refusal), sent(deadline, false))?;
-                Ok(Some((of, Err(e.into()))))
+                self.ended.push((of, Err(e.into())));
+                self.send(provider, us, &Body::PutNak(refusal), sent(deadline, false))
             }
         }
     }
@@ -294,7 +315,7 @@ impl Connection {
         (kind, target): (MsgType, &Target),
         (source, of): (&Buffer, Of),
         deadline: Instant,
-    ) -> Result<Option<Ended>, Failure> {
+    ) -> Result<(), Failure> {
         let registered = self.link.register(provider, source, false);
         let ready = match registered {
             Ok(mr) => match writes(&mr, target) {
@@ -325,12 +346,11 @@ impl Connection {
                     ends: Some((of, mr.len as u32)),
                     ..sent(deadline, false)
                 };
-                self.transmit(provider, us, (&writes, &body), flight)?;
-                Ok(None)
+                self.transmit(provider, us, (&writes, &body), flight)
             }
             Err((_, why)) => {
-                self.send(provider, us, &body, sent(deadline, false))?;
-                Ok(Some((of, Err(why))))
+                self.ended.push((of, Err(why)));
+                self.send(provider, us, &body, sent(deadline, false))
             }
         }
     }
@@ -345,8 +365,8 @@ impl Connection {
         us: &Identity,
         body: &Body<'_>,
         flight: InFlight,
-    ) -> Result<Option<Ended>, Failure> {
-        self.transmit(provider, us, (&[], body), flight).map(|()| None)
+    ) -> Result<(), Failure> {
+        self.transmit(provider, us, (&[], body), flight)
     }
 
     fn transmit(
@@ -363,9 +383,9 @@ impl Connection {
             dst_stamp: self.stamp,
             ..Message::new(us.nid, self.peer, *body)
         };
-        self.link.post(provider, writes, &message.to_bytes())?;
+        // First, so that its transfer ends with the connection if it can't be posted.
         self.in_flight.push_back(flight);
-        Ok(())
+        Ok(self.link.post(provider, writes, &message.to_bytes())?)
     }
 
     /// A message has gone. Returns the transfer that has ended with it.
@@ -433,18 +453,18 @@ impl Connection {
     /// The peer is done with our memory. Returns the bytes that have come, by its word.
     ///
     /// # Errors
-    /// It says more than there is room for.
+    /// [`Failure::Status`]: it could not. [`Failure::Peer`]: it says more than there is room for.
     pub(crate) fn filled(
         &mut self,
         provider: &mut dyn Provider,
         (mr, room): (MrId, u32),
         status: i32,
-    ) -> Result<Result<u32, Failure>, Failure> {
+    ) -> Result<u32, Failure> {
         self.link.release(provider, mr);
         match u32::try_from(status) {
-            Ok(len) if len <= room => Ok(Ok(len)),
+            Ok(len) if len <= room => Ok(len),
             Ok(_) => Err(Failure::Peer("more bytes are done than were asked for")),
-            Err(_) => Ok(Err(Failure::Status(status))),
+            Err(_) => Err(Failure::Status(status)),
         }
     }
 

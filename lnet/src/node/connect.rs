@@ -149,6 +149,9 @@ impl Node {
         let agreed = handshake::answer(&self.us, nid, peer.offer(), private_data)?;
         self.conns[id].agree(&agreed, &self.config);
         self.established(cx.provider, id);
+        for (buffer, len) in self.conns[id].take_early() {
+            self.received(cx, id, buffer, len)?;
+        }
         Ok(())
     }
 

@@ -27,6 +27,11 @@ impl Node {
                 self.dirty.insert(id);
                 Ok(())
             }
+            // Completions are delivered before events: the answer to our request came before it.
+            Ok(MessageDone::Received { buffer, len }) if conn.phase == Phase::Connecting => {
+                conn.keep_early(buffer, len);
+                Ok(())
+            }
             Ok(MessageDone::Received { buffer, len }) => self.received(cx, id, buffer, len),
             Err(why) => Err(why),
         };
@@ -82,9 +87,12 @@ impl Node {
             let Some(conn) = self.conns.get_mut(id).filter(|c| c.phase == Phase::Established) else {
                 continue;
             };
-            match conn.pump(cx.provider, &self.us, (cx.now, &self.config)) {
-                Ok(ended) => ended.into_iter().for_each(|(of, result)| self.ended(of, result)),
-                Err(why) => self.lose(cx.provider, id, why),
+            let pumped = conn.pump(cx.provider, &self.us, (cx.now, &self.config));
+            for (of, result) in conn.take_ended() {
+                self.ended(of, result);
+            }
+            if let Err(why) = pumped {
+                self.lose(cx.provider, id, why);
             }
         }
     }

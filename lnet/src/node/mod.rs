@@ -159,6 +159,7 @@ impl Node {
         for peer in core::mem::take(&mut self.peers).into_values() {
             self.fail_all(peer.queue, &Failure::Stopping);
         }
+        self.give_up(&Failure::Stopping, |_, _| true);
         self.free_domains(cx.provider);
     }
 

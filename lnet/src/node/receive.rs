@@ -70,13 +70,15 @@ impl Node {
     }
 
     fn push(&mut self, now: Instant, id: ConnId, content: Content) -> Result<(), Failure> {
+        let deadline = now + self.config.timeout;
+        let tx = Tx { content, deadline };
         // A peer that asks and takes no answers.
         if self.conns[id].queued() >= self.config.max_queued {
+            self.ended(tx.of(), Err(Failure::Full));
             return Err(Failure::Full);
         }
-        self.count_sent(&content);
-        let deadline = now + self.config.timeout;
-        self.conns[id].push(Tx { content, deadline });
+        self.count_sent(&tx.content);
+        self.conns[id].push(tx);
         Ok(())
     }
 
@@ -404,16 +406,23 @@ impl Node {
             return Ok(());
         };
         let provider: &mut dyn Provider = cx.provider;
-        let result = self.conns[id].filled(provider, (mr, room), done.status)?;
+        let result = self.conns[id].filled(provider, (mr, room), done.status);
         if let (MsgType::GetDone, Ok(len)) = (kind, &result) {
             self.count_received(*len);
         }
-        match waiting.of {
-            Of::Job(job) => {
+        match (waiting.of, result) {
+            (of, Err(why)) => {
+                self.ended(of, Err(why.clone()));
+                match why {
+                    Failure::Peer(_) => Err(why),
+                    _ => Ok(()),
+                }
+            }
+            (Of::Job(job), result) => {
                 self.finish(job, result);
                 Ok(())
             }
-            of => self.delivered(cx.now, id, of, result),
+            (of, result) => self.delivered(cx.now, id, of, result),
         }
     }
 }
