@@ -12,7 +12,10 @@ pub mod engine;
 mod host;
 pub mod ident;
 mod input;
+pub mod lnet_codec;
+pub mod lnet_node;
 pub mod nbd;
+mod node_host;
 pub mod pcap_check;
 mod peers;
 #[path = "../../../rtrs/tests/support/provider.rs"]
@@ -37,6 +40,8 @@ macro_rules! for_each_target {
             dissect,
             engine,
             ident,
+            lnet_codec,
+            lnet_node,
             nbd,
             pcap_check,
             rds_node,

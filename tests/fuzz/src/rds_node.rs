@@ -13,17 +13,14 @@ use rds::{
     Config, Node, Received, Rings, SocketId,
     proto::{ConnCommon, ConnV4, EXT_LEN, Flags, Fragment, Header, MAX_SEND, PORT_V4, Version},
 };
+use roce_host::Machine;
 use roce_verbs::{
-    Instant, SendOp, WcStatus,
-    provider::{CmKind, CmRef, Cx, DeviceIx, NoAnswer, Provider as _, QpId, RejectReason},
+    Completion, Instant, SendOp, WcStatus,
+    provider::{CmKind, CmRef, Cx, DeviceIx, Event, NoAnswer, QpId, RejectReason},
 };
 use zerocopy::IntoBytes;
 
-use crate::{
-    host::settle,
-    input::Input,
-    provider::{Keys, Scripted, Usage},
-};
+use crate::{host::settle, input::Input, node_host::NodeHost};
 
 const NODE: [u8; 4] = [192, 0, 2, 1];
 const PORTS: [u16; 2] = [4000, 4001];
@@ -58,11 +55,53 @@ struct Link {
     open: Option<(Header, u32)>,
 }
 
+/// The node, whose programs do what the input says: nobody waits for reports.
+struct Programs(Node);
+
+impl Machine for Programs {
+    type Key = ();
+
+    fn completion(&mut self, cx: &mut Cx<'_>, qp: QpId, wc: &Completion) {
+        self.0.completion(cx, qp, wc);
+    }
+
+    fn event(&mut self, cx: &mut Cx<'_>, event: &Event) {
+        self.0.event(cx, event);
+    }
+
+    fn timeout(&mut self, cx: &mut Cx<'_>) {
+        self.0.timeout(cx);
+    }
+
+    fn end_batch(&mut self, cx: &mut Cx<'_>) {
+        self.0.end_batch(cx);
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        self.0.next_timeout()
+    }
+
+    fn wants_turn(&self) -> bool {
+        self.0.wants_turn()
+    }
+
+    fn stop(&mut self, cx: &mut Cx<'_>) {
+        self.0.stop(cx);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.0.is_stopped()
+    }
+
+    fn take_reports(&mut self, changed: &mut dyn FnMut(())) {
+        while self.0.poll_output().is_some() {
+            changed(());
+        }
+    }
+}
+
 struct Run {
-    provider: Scripted,
-    node: Node,
-    listener: CmRef,
-    now: Instant,
+    host: NodeHost<Programs>,
     sockets: Vec<SocketId>,
     links: Vec<Link>,
     /// Highest sequence number that has come from each peer.
@@ -84,78 +123,43 @@ pub fn run(data: &[u8]) {
     run.stop();
 }
 
-/// Random numbers only spread the node's attempts to connect.
-fn random(out: &mut [u8]) {
-    out.fill(7);
-}
-
 impl Run {
     fn new() -> Self {
-        let mut provider = Scripted::new(&[Keys::INSTANT]);
-        let now = Instant::ZERO + Duration::from_secs(1);
-        let mut cx = Cx {
-            now,
-            provider: &mut provider,
-            random: &mut random,
-        };
-        let mut node = Node::listen(&mut cx, config(), &[NODE.into()], []).expect("a node");
-        let sockets = PORTS.map(|port| {
-            let id = node.socket().expect("a socket");
-            node.bind(id, SocketAddr::new(NODE.into(), port), 0).expect("a port");
-            id
+        let host = NodeHost::new(|cx| {
+            let mut node = Node::listen(cx, config(), &[NODE.into()], []).expect("a node");
+            let sockets = PORTS.map(|port| {
+                let id = node.socket().expect("a socket");
+                node.bind(id, SocketAddr::new(NODE.into(), port), 0).expect("a port");
+                id
+            });
+            (Programs(node), sockets)
         });
-        let listener = *provider.cms.keys().next().expect("a listener");
+        let (host, sockets) = host;
         Self {
-            provider,
-            node,
-            listener,
-            now,
+            host,
             sockets: sockets.to_vec(),
             links: Vec::new(),
             highest: BTreeMap::new(),
         }
     }
 
-    fn with<T>(&mut self, f: impl FnOnce(&mut Node, &mut Cx<'_>) -> T) -> T {
-        let mut cx = Cx {
-            now: self.now,
-            provider: &mut self.provider,
-            random: &mut random,
-        };
-        f(&mut self.node, &mut cx)
+    fn node(&mut self) -> &mut Node {
+        &mut self.host.machine.0
     }
 
     /// Until the node has nothing left to do.
     fn settle(&mut self) {
-        settle(|| self.turn());
-    }
-
-    fn turn(&mut self) -> bool {
-        let mut wcs = Vec::new();
-        self.provider.poll_completions(&mut wcs, 64).expect("completions");
-        let event = self.provider.poll_event();
-        let moved = self.with(|node, cx| {
-            for (qp, wc) in &wcs {
-                node.completion(cx, *qp, wc);
-            }
-            if let Some(event) = &event {
-                node.event(cx, event);
-            }
-            let mut moved = !wcs.is_empty() || event.is_some() || node.wants_turn();
-            while node.poll_output().is_some() {
-                moved = true;
-            }
-            node.end_batch(cx);
+        settle(|| {
+            let moved = self.host.turn();
+            self.find_attempts();
+            self.read_sends();
             moved
         });
-        self.find_attempts();
-        self.read_sends();
-        moved
     }
 
     /// Connections that the node has begun.
     fn find_attempts(&mut self) {
-        for (cm, of) in &self.provider.cms {
+        for (cm, of) in &self.host.provider.cms {
             let known = self.links.iter().any(|link| link.cm == *cm);
             let Some(to) = of.peer.filter(|_| !known) else { continue };
             let found = (0..PEERS).find(|index| peer(*index) == to.ip());
@@ -171,10 +175,10 @@ impl Run {
     /// Reads and checks the node's SENDs.
     fn read_sends(&mut self) {
         for link in &mut self.links {
-            let Some(qp) = self.provider.cms.get(&link.cm).and_then(|cm| cm.qp) else {
+            let Some(qp) = self.host.provider.cms.get(&link.cm).and_then(|cm| cm.qp) else {
                 continue;
             };
-            for (op, bytes) in self.provider.take_sends(qp) {
+            for (op, bytes) in self.host.provider.take_sends(qp) {
                 assert_eq!(op, SendOp::Send);
                 let index = link.open.map_or(0, |(_, index)| index);
                 let fragment = Fragment::parse(&bytes, index).expect("a fragment");
@@ -190,7 +194,7 @@ impl Run {
     }
 
     fn check(&self) {
-        assert!(self.node.connections().count() <= MAX_CONNECTIONS);
+        assert!(self.host.machine.0.connections().count() <= MAX_CONNECTIONS);
     }
 
     fn step(&mut self, input: &mut Input<'_>) {
@@ -235,7 +239,7 @@ impl Run {
             2 => data[input.below(32)] = input.byte(),
             _ => {}
         }
-        let cm = self.provider.ask(self.listener, 0, local, remote, data);
+        let cm = self.host.provider.ask(self.host.listener, 0, local, remote, data);
         self.links.push(Link {
             cm,
             peer: from,
@@ -252,7 +256,9 @@ impl Run {
         let Some(cm) = self.links.get(link).map(|link| link.cm) else {
             return;
         };
-        let Some(of) = self.provider.cms.get(&cm) else { return };
+        let Some(of) = self.host.provider.cms.get(&cm) else {
+            return;
+        };
         // A way is found before there is a queue pair, and nothing is established without one.
         let fits = match kind {
             CmKind::Resolved { .. } => of.qp.is_none() && of.peer.is_some_and(|peer| peer.port() == PORT_V4),
@@ -260,7 +266,7 @@ impl Run {
             _ => true,
         };
         if fits {
-            self.provider.tell(cm, kind);
+            self.host.provider.tell(cm, kind);
         }
     }
 
@@ -276,7 +282,7 @@ impl Run {
             5 => CmKind::AddressChange,
             _ => {
                 if let Some(qp) = self.live(link) {
-                    self.provider.fail_qp(qp, WcStatus::RetryExceeded);
+                    self.host.provider.fail_qp(qp, WcStatus::RetryExceeded);
                 }
                 return;
             }
@@ -285,19 +291,19 @@ impl Run {
     }
 
     fn live(&self, link: usize) -> Option<QpId> {
-        self.provider.live(self.links.get(link)?.cm)
+        self.host.provider.live(self.links.get(link)?.cm)
     }
 
     /// A SEND comes, if a receive waits for it.
     fn deliver(&mut self, link: usize, bytes: &[u8]) {
-        let Some(qp) = self.live(link).filter(|qp| self.provider.recvs(*qp) > 0) else {
+        let Some(qp) = self.live(link).filter(|qp| self.host.provider.recvs(*qp) > 0) else {
             return;
         };
         if let Ok((header, _)) = Header::peek(bytes) {
             let highest = self.highest.entry(self.links[link].peer).or_default();
             *highest = (*highest).max(header.sequence.get());
         }
-        self.provider.deliver(qp, bytes, None);
+        self.host.provider.deliver(qp, bytes, None);
     }
 
     /// Fragments of a message that fit together, but perhaps for one.
@@ -358,14 +364,14 @@ impl Run {
         let port = [4000, 4001, 0, 77][usize::from(port & 3)];
         // It may be refused.
         let _ = self
-            .node
+            .node()
             .send(id, Some((to, port).into()), &vec![5; usize::from(len) * 40]);
     }
 
     fn receive(&mut self, input: &mut Input<'_>) {
         let Some(id) = self.socket(input) else { return };
-        let peeked = self.node.peek(id);
-        let received = self.node.receive(id);
+        let peeked = self.node().peek(id);
+        let received = self.node().receive(id);
         assert_eq!(peeked, received);
         if let Ok(Received::Message(message)) = received {
             assert!(message.data.len() <= 1 << 20);
@@ -376,18 +382,15 @@ impl Run {
 
     /// Time goes by, with all its timers.
     fn wait(&mut self, time: Duration) {
-        let end = self.now + time;
-        while let Some(due) = self.node.next_timeout().filter(|due| *due <= end) {
-            self.now = due.max(self.now);
-            self.with(|node, cx| node.timeout(cx));
+        let end = self.host.now + time;
+        while self.host.advance(end) {
             self.settle();
-            let next = self.node.next_timeout();
-            assert!(next.is_none_or(|next| next > self.now), "timers stand still");
+            self.host.check_timers();
             if self.links.len() >= MAX_LINKS {
                 break;
             }
         }
-        self.now = end;
+        self.host.now = end;
     }
 
     /// A socket is canceled, or closed and replaced by another one.
@@ -397,12 +400,12 @@ impl Run {
         let id = self.sockets[index];
         if what & 1 == 0 {
             let to = SocketAddr::new(peer(usize::from(to) % PEERS), PORTS[usize::from(to >> 7)]);
-            self.node.cancel_sent_to(id, to).expect("a bound socket");
+            self.node().cancel_sent_to(id, to).expect("a bound socket");
             return;
         }
-        self.node.close(id).expect("a socket");
-        let id = self.node.socket().expect("room for a socket");
-        self.node
+        self.node().close(id).expect("a socket");
+        let id = self.node().socket().expect("room for a socket");
+        self.node()
             .bind(id, SocketAddr::new(NODE.into(), PORTS[index]), 0)
             .expect("its port is free");
         self.sockets[index] = id;
@@ -410,13 +413,8 @@ impl Run {
 
     /// Ends the node. Nothing is left.
     fn stop(mut self) {
-        self.with(|node, cx| node.stop(cx));
+        self.host.with(|node, cx| node.stop(cx));
         self.settle();
-        assert!(self.node.is_stopped(), "the node does not end");
-        assert_eq!(
-            self.provider.usage(),
-            Usage::default(),
-            "objects are left of a node that has ended"
-        );
+        self.host.check_stopped();
     }
 }

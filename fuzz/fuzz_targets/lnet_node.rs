@@ -1,0 +1,3 @@
+//! See `ferroce_fuzz_targets::lnet_node`.
+#![no_main]
+libfuzzer_sys::fuzz_target!(|data: &[u8]| ferroce_fuzz_targets::lnet_node::run(data));
