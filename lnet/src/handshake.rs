@@ -101,6 +101,7 @@ impl Refusal {
 /// The first thing that is wrong with it.
 pub(crate) fn request(us: &Identity, config: &Config, from: Ipv4Addr, private_data: &[u8]) -> Result<Agreed, Refusal> {
     let message = Message::parse(private_data)?;
+    message.check_checksum()?;
     let address = Refusal::Address {
         from: message.src,
         to: message.dst,
@@ -163,6 +164,7 @@ pub enum BadAnswer {
 /// The first thing that is wrong with it: the connection is closed then.
 pub(crate) fn answer(us: &Identity, peer: Nid, offer: (u16, u16), private_data: &[u8]) -> Result<Agreed, BadAnswer> {
     let message = Message::parse(private_data)?;
+    message.check_checksum()?;
     let Body::ConnAck(taken) = message.body else {
         return Err(BadAnswer::Type(message.body.kind()));
     };
@@ -262,166 +264,6 @@ pub(crate) fn rejected(reason: RejectReason, private_data: &[u8], offer: (u16, u
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proto::{ByteOrder, NET_O2IB, VERSION_2};
-
-    const PEER: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 2);
-    const STAMP: u64 = 0x6_6167;
-
-    fn us() -> Identity {
-        Identity {
-            nid: Nid::o2ib(Ipv4Addr::new(10, 77, 0, 1)),
-            stamp: 0x6_4000,
-        }
-    }
-
-    const fn params(queue_depth: u16, max_frags: u16, max_msg_size: u32) -> ConnParams {
-        ConnParams {
-            queue_depth,
-            max_frags,
-            max_msg_size,
-        }
-    }
-
-    fn asked(params: ConnParams) -> Message<'static> {
-        Message {
-            src_stamp: STAMP,
-            ..Message::new(Nid::o2ib(PEER), us().nid, Body::ConnReq(params))
-        }
-    }
-
-    fn judged(message: &Message<'_>) -> Result<(u16, u16), (u8, u64, u16)> {
-        judged_bytes(&message.to_bytes())
-    }
-
-    /// The parameters that are accepted, or the reject's number, incarnation and depth.
-    fn judged_bytes(bytes: &[u8]) -> Result<(u16, u16), (u8, u64, u16)> {
-        let config = Config::default();
-        match request(&us(), &config, PEER, bytes) {
-            Ok(agreed) => {
-                assert_eq!((agreed.peer, agreed.stamp), (Nid::o2ib(PEER), STAMP));
-                Ok((agreed.depth, agreed.frags))
-            }
-            Err(why) => {
-                let reject = why.reject(&us(), &config);
-                assert_eq!((reject.version, reject.params.max_msg_size), (VERSION_2, 4096));
-                Err((reject.why.0, reject.incarnation, reject.params.queue_depth))
-            }
-        }
-    }
-
-    /// The kernel's answers to the same requests (LNet's `odd-requests` capture), but for a depth of 0, other sources, and version 1, which
-    /// it takes.
-    #[test]
-    fn requests_are_answered_as_by_the_kernel() {
-        let whole = |depth, frags, size| judged(&asked(params(depth, frags, size)));
-        let known = us().stamp;
-        for depth in [1, 2, 4, 7, 8] {
-            assert_eq!(whole(depth, 257, 4096), Ok((depth, 257)));
-        }
-        for frags in [0, 1, 128, 256] {
-            assert_eq!(whole(8, frags, 2048), Ok((8, frags)));
-        }
-        for depth in [0, 9, 16, 255] {
-            assert_eq!(whole(depth, 257, 4096), Err((7, known, 8)), "{depth}");
-        }
-        assert_eq!(whole(8, 258, 4096), Err((6, known, 8)));
-        assert_eq!(whole(8, 257, 8192), Err((3, known, 8)));
-        let good = asked(params(8, 257, 4096));
-        let big = Message {
-            order: ByteOrder::Big,
-            ..good
-        };
-        assert_eq!(judged(&big), Ok((8, 257)));
-        for (dst_stamp, expected) in [(known, Ok((8, 257))), (known + 1, Err((5, known, 8)))] {
-            assert_eq!(judged(&Message { dst_stamp, ..good }), expected);
-        }
-        // From here on it does not know us.
-        let other_net = Nid::new(NET_O2IB, 3, us().nid.address());
-        for dst in [Nid::o2ib(Ipv4Addr::new(10, 77, 0, 9)), other_net] {
-            assert_eq!(judged(&Message { dst, ..good }), Err((3, 0, 0)));
-        }
-        let src = Nid::o2ib(Ipv4Addr::new(10, 77, 0, 9));
-        assert_eq!(judged(&Message { src, ..good }), Err((3, 0, 0)), "not the packet's");
-        let body = Body::ConnAck(params(8, 257, 4096));
-        assert_eq!(judged(&Message { body, ..good }), Err((3, known, 8)));
-        let mut bytes = good.to_bytes();
-        bytes[4] = 0x11;
-        assert_eq!(judged_bytes(&bytes), Err((3, 0, 0)), "version 1");
-        for len in [0, 5, 6, 55] {
-            assert_eq!(judged_bytes(&good.to_bytes()[..len]), Err((3, 0, 0)), "{len}");
-        }
-    }
-
-    #[test]
-    fn answers_that_take_more_or_are_anothers_are_refused() {
-        let peer = Nid::o2ib(PEER);
-        let take = |depth, frags, size| Message {
-            src_stamp: STAMP,
-            dst_stamp: us().stamp,
-            ..Message::new(peer, us().nid, Body::ConnAck(params(depth, frags, size)))
-        };
-        let judged = |message: &Message<'_>| answer(&us(), peer, (8, 256), &message.to_bytes());
-        let agreed = judged(&take(4, 128, 2048)).unwrap();
-        assert_eq!((agreed.depth, agreed.frags, agreed.stamp), (4, 128, STAMP));
-        for (depth, frags) in [(9, 256), (8, 257), (0, 256)] {
-            assert_eq!(
-                judged(&take(depth, frags, 4096)),
-                Err(BadAnswer::Params { depth, frags })
-            );
-        }
-        let good = take(8, 256, 4096);
-        for message in [Message { dst_stamp: 1, ..good }, Message { src: us().nid, ..good }] {
-            assert_eq!(judged(&message), Err(BadAnswer::Identity));
-        }
-        let body = Body::ConnReq(params(8, 256, 4096));
-        assert!(matches!(judged(&Message { body, ..good }), Err(BadAnswer::Type(_))));
-        assert!(matches!(
-            answer(&us(), peer, (8, 256), &[]),
-            Err(BadAnswer::Malformed(_))
-        ));
-    }
-
-    /// As the kernel goes on after each (LNet's `odd-rejects` capture).
-    #[test]
-    fn rejects_are_followed_as_by_the_kernel() {
-        let node = |why, params| {
-            let reject = Reject::new(Why(why), STAMP, params);
-            rejected(RejectReason::CONSUMER, &reject.to_bytes(), (8, 257))
-        };
-        let usual = params(8, 257, 4096);
-        assert_eq!([node(1, usual), node(4, usual)], [Next::Again, Next::Again]);
-        assert_eq!(node(5, usual), Next::Stamp(STAMP));
-        assert_eq!(node(7, params(4, 257, 4096)), Next::Depth(4));
-        assert_eq!(node(6, params(8, 128, 4096)), Next::Fragments(128));
-        let given_up = [
-            node(7, params(20, 257, 4096)),
-            node(6, params(8, 300, 4096)),
-            node(2, usual),
-            node(3, usual),
-            node(9, usual),
-            node(50, usual),
-        ];
-        assert!(
-            given_up
-                .iter()
-                .all(|next| matches!(next, Next::GiveUp(Rejected::Node { .. })))
-        );
-        let old = Reject {
-            version: VERSION_1,
-            ..Reject::new(Why::FATAL, 0, usual)
-        };
-        let next = rejected(RejectReason::CONSUMER, &old.to_bytes(), (8, 257));
-        assert_eq!(next, Next::GiveUp(Rejected::Version1));
-        // A reject that is cut off counts by its number.
-        let cut = Reject::new(Why::CONN_RACE, STAMP, usual).to_bytes();
-        assert_eq!(rejected(RejectReason::CONSUMER, &cut[..8], (8, 257)), Next::Again);
-        let none = rejected(RejectReason::CONSUMER, &[], (8, 257));
-        assert_eq!(none, Next::GiveUp(Rejected::Cm(RejectReason::CONSUMER)));
-        let stale = rejected(RejectReason::STALE_CONNECTION, &[], (8, 257));
-        assert_eq!(stale, Next::Again);
-        let nobody = rejected(RejectReason::INVALID_SERVICE_ID, &[], (8, 257));
-        assert_eq!(nobody, Next::GiveUp(Rejected::Cm(RejectReason::INVALID_SERVICE_ID)));
-    }
 
     #[test]
     fn a_refusal_tells_a_wrong_nid_from_wrong_parameters() {
@@ -429,7 +271,7 @@ mod tests {
             Rejected::Node {
                 why: Why::FATAL,
                 incarnation,
-                params: params(8, 257, 4096),
+                params: Config::default().offer(),
             }
             .to_string()
         };

@@ -406,9 +406,7 @@ impl Connection {
         if !is_theirs || (message.dst, message.dst_stamp) != (us.nid, us.stamp) {
             return Err(Failure::Peer("a message of another node or incarnation, or for one"));
         }
-        if message.judge_checksum() == crate::proto::Checksum::Wrong {
-            return Err(Failure::Peer("a message with a wrong checksum"));
-        }
+        message.check_checksum()?;
         self.credits.returned(message.credits)?;
         let settled = match message.body.kind() {
             MsgType::Immediate | MsgType::GetReq => Settled::Returned,

@@ -380,6 +380,21 @@ impl<'a> Message<'a> {
         self.checksum = checksum(&self.to_bytes(), signed);
     }
 
+    /// Checks the checksum, if the message has one.
+    ///
+    /// # Errors
+    /// It is wrong.
+    pub(crate) fn check_checksum(&self) -> Result<(), ProtoError> {
+        match self.judge_checksum() {
+            Checksum::Wrong => Err(ProtoError::Field {
+                field: "checksum",
+                value: self.checksum.into(),
+                why: "not that of the message",
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// Judges the checksum.
     pub fn judge_checksum(&self) -> Checksum {
         match self.checksum {

@@ -4,7 +4,9 @@
 mod capture;
 mod captures;
 mod conn;
+mod kernel;
 mod messages;
+mod negotiation;
 mod ping;
 #[path = "../../../rtrs/tests/support/provider.rs"]
 mod provider;
