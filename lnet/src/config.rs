@@ -2,7 +2,10 @@
 
 use core::time::Duration;
 
-use crate::proto::{ConnParams, MAX_FRAGS, MAX_MSG, Nid};
+use crate::{
+    planted::Planted,
+    proto::{ConnParams, MAX_FRAGS, MAX_MSG, Nid},
+};
 
 /// Rule for who accepts when two nodes connect to each other at once. Nodes of both rules meet, and then both may accept or both refuse.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -52,6 +55,9 @@ pub struct Config {
     pub max_peers: usize,
     /// Connections of a peer at most. It may have several (`conns_per_peer`).
     pub max_connections: usize,
+    /// Bug for a simulator to find.
+    #[cfg(feature = "planted")]
+    pub planted: Planted,
 }
 
 impl Default for Config {
@@ -67,6 +73,8 @@ impl Default for Config {
             max_queued: 4096,
             max_peers: 1024,
             max_connections: 8,
+            #[cfg(feature = "planted")]
+            planted: Planted::Nothing,
         }
     }
 }
@@ -90,6 +98,14 @@ impl Config {
             Self { timeout, .. } if timeout.is_zero() => Err("the timeout is 0"),
             _ => Ok(()),
         }
+    }
+
+    /// Bug for a simulator to find.
+    pub(crate) const fn planted(&self) -> Planted {
+        #[cfg(feature = "planted")]
+        return self.planted;
+        #[cfg(not(feature = "planted"))]
+        Planted::Nothing
     }
 
     /// Parameters that connections are offered.

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::info::CreditInfo;
+use crate::{info::CreditInfo, planted::Planted};
 
 /// Out-of-band messages (NOOP) that may be on their way, each with a receive buffer beyond the credits.
 pub(crate) const OUT_OF_BAND: u16 = 2;
@@ -53,6 +53,7 @@ pub(crate) struct Credits {
     theirs: u16,
     /// Credits to give back.
     outstanding: u16,
+    planted: Planted,
 }
 
 impl Credits {
@@ -65,7 +66,14 @@ impl Credits {
             reserved: depth,
             theirs: depth,
             outstanding: 0,
+            planted: Planted::Nothing,
         }
+    }
+
+    /// Returns the ledger with a bug.
+    pub(crate) const fn with(mut self, planted: Planted) -> Self {
+        self.planted = planted;
+        self
     }
 
     /// Its state, to be shown.
@@ -83,7 +91,7 @@ impl Credits {
     pub(crate) fn reserve(&mut self) -> bool {
         let is_free = self.reserved > 0;
         self.reserved -= u16::from(is_free);
-        is_free
+        is_free || self.planted == Planted::NoReserve
     }
 
     /// An answer has come.
@@ -99,6 +107,11 @@ impl Credits {
     /// Returns whether so much is to be given back that a message for it alone is due.
     pub(crate) const fn is_high(&self) -> bool {
         self.outstanding >= self.high_water
+    }
+
+    /// Returns whether a NOOP takes a credit. In version 2 it does not.
+    pub(crate) fn noop_costs(&self) -> bool {
+        self.planted == Planted::NoopCosts && self.may_send()
     }
 
     /// A message leaves. Returns the credits that it gives back.
@@ -129,7 +142,8 @@ impl Credits {
 
     /// Its receive buffer is posted again.
     pub(crate) fn settle(&mut self, settled: Settled) {
-        self.outstanding += u16::from(settled == Settled::Returned);
+        let is_returned = settled == Settled::Returned || self.planted == Planted::PutReqReturns;
+        self.outstanding += u16::from(is_returned);
     }
 
     /// A PUT_DONE has come, and its buffer is posted again.

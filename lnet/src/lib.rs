@@ -18,6 +18,7 @@ mod info;
 mod node;
 mod operation;
 mod peer;
+mod planted;
 mod portal;
 pub mod proto;
 pub mod selftest;
@@ -30,4 +31,6 @@ pub use handshake::{BadAnswer, Refusal, Rejected};
 pub use info::{ConnectionInfo, Counters, CreditInfo, Negotiated};
 pub use node::Node;
 pub use operation::{Get, Put};
+#[cfg(feature = "planted")]
+pub use planted::Planted;
 pub use portal::{Entry, EntryOptions};

@@ -106,7 +106,7 @@ impl Connection {
     /// Takes what was agreed on. No message has left or come before.
     pub(crate) fn agree(&mut self, agreed: &Agreed, config: &Config) {
         (self.stamp, self.frags) = (agreed.stamp, agreed.frags);
-        self.credits = Credits::new(agreed.depth, config.high_water(agreed.depth));
+        self.credits = Credits::new(agreed.depth, config.high_water(agreed.depth)).with(config.planted());
     }
 
     /// Keeps a message until it is known what was agreed on.
@@ -376,7 +376,11 @@ impl Connection {
         (writes, body): (&[link::Write], &Body<'_>),
         flight: InFlight,
     ) -> Result<(), Failure> {
-        let costs = matches!(body.kind(), MsgType::Immediate | MsgType::PutReq | MsgType::GetReq);
+        let costs = match body.kind() {
+            MsgType::Immediate | MsgType::PutReq | MsgType::GetReq => true,
+            MsgType::Noop => self.credits.noop_costs(),
+            _ => false,
+        };
         let message = Message {
             credits: self.credits.sent(costs),
             src_stamp: us.stamp,

@@ -2,9 +2,20 @@
 
 use core::time::Duration;
 
-use lnet::{Config, TieBreak};
+use lnet::{Config, Planted, TieBreak};
 use roce_port::fabric::FabricConfig;
-use roce_sim::{HostPlan, MS, Rng, SEC, Scenario, US, lan::LagPlan};
+use roce_sim::{Faults, HostPlan, MS, Rng, SEC, Scenario, US, lan::LagPlan};
+
+use crate::full::Full;
+
+/// Memory of a host for PUTs of another one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places {
+    /// Bytes of a place, for one PUT at a time.
+    pub(crate) len: usize,
+    /// Their number.
+    pub(crate) count: usize,
+}
 
 /// Plan of a program.
 #[derive(Clone, Debug)]
@@ -21,6 +32,8 @@ pub(crate) struct ProgramPlan {
     pub(crate) gets: f64,
     pub(crate) acks: f64,
     pub(crate) misses: f64,
+    /// Probability that a program pings instead.
+    pub(crate) pings: f64,
 }
 
 /// Plan of a run.
@@ -32,6 +45,9 @@ pub(crate) struct Draw {
     pub(crate) programs: Vec<ProgramPlan>,
     pub(crate) troubles: u32,
     pub(crate) dies: bool,
+    /// Nothing goes wrong: each operation has to end well, and no connection ends.
+    pub(crate) strict: bool,
+    pub(crate) places: Places,
     /// Requests to connect that a stranger forges.
     pub(crate) forged: u32,
 }
@@ -64,6 +80,7 @@ fn program(scale: u32, rng: &mut Rng) -> ProgramPlan {
         gets: rng.pick(&[0.0, 0.5, 1.0]),
         acks: rng.pick(&[0.0, 0.5, 1.0]),
         misses: rng.pick(&[0.0, 0.0, 0.1]),
+        pings: 0.05,
     }
 }
 
@@ -98,7 +115,41 @@ impl Draw {
             programs: (0..count).map(|_| program(scale, rng)).collect(),
             troubles: if calm { 0 } else { rng.range(0, 6) as u32 },
             dies: rng.chance(0.5),
+            strict: false,
+            places: Places {
+                len: 1 << 17,
+                count: 16,
+            },
             forged: rng.pick(&[0, 0, 20, 300]),
         }
+    }
+
+    /// Draws the rest of a run in which two hosts have more to send than credits.
+    pub(crate) fn full(full: &Full, scale: u32, rng: &mut Rng) -> Self {
+        let mut draw = Self::new(scale, rng);
+        let tie_break = rng.pick(&[TieBreak::Nid, TieBreak::Hash]);
+        draw.hosts.truncate(2);
+        draw.configs = full
+            .depths
+            .map(|depth| Config {
+                tie_break,
+                ..full.config(depth)
+            })
+            .into();
+        draw.programs = full.programs(rng).into();
+        draw.scenario.faults = Faults::quiet(draw.scenario.faults);
+        let operations = draw.programs.iter().map(|program| program.operations as usize);
+        // Each PUT has its own place.
+        draw.places = Places {
+            len: 8192,
+            count: operations.max().unwrap_or(1),
+        };
+        (draw.troubles, draw.dies, draw.forged, draw.strict) = (0, false, 0, true);
+        draw
+    }
+
+    /// Has all hosts count credits with a bug.
+    pub(crate) fn plant(&mut self, planted: Planted) {
+        self.configs.iter_mut().for_each(|config| config.planted = planted);
     }
 }

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod draw;
+mod full;
 pub mod lab;
 mod ledger;
 mod program;
@@ -15,9 +16,16 @@ mod stranger;
 mod tester;
 mod world;
 
-use roce_sim::{Coverage, Failure, RunConfig, RunsWith, Total, simulate};
+use lnet::Planted;
+use roce_sim::{Coverage, Failure, Rng, RunConfig, RunsWith, Total, simulate};
 
-use crate::world::World;
+pub use crate::full::{Full, Traffic};
+use crate::{draw::Draw, world::World};
+
+/// Share of runs in which hosts have more to send than credits, and nothing goes wrong.
+const FULL: f64 = 0.2;
+/// Random numbers that plans are drawn with.
+const DRAW: u64 = 70;
 
 /// Counts of runs.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -58,6 +66,32 @@ impl Total for LnetStats {
 /// # Errors
 /// When a rule is broken or the code under test panics.
 pub fn run(config: &RunConfig) -> Result<LnetStats, Failure> {
-    let (seed, scale) = (config.seed, config.scale);
-    simulate(config, "lnet", " --lnet", |trace| World::new(seed, scale, trace))
+    run_planted(config, Planted::Nothing)
+}
+
+/// Runs one seed with nodes that have a bug.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_planted(config: &RunConfig, planted: Planted) -> Result<LnetStats, Failure> {
+    simulate(config, "lnet", " --lnet", |trace| {
+        let rng = &mut Rng::new(config.seed, DRAW);
+        let mut draw = match rng.chance(FULL) {
+            true => Draw::full(&Full::draw(rng), config.scale, rng),
+            false => Draw::new(config.scale, rng),
+        };
+        draw.plant(planted);
+        World::new(config.seed, draw, trace)
+    })
+}
+
+/// Runs one seed of a run in which hosts have more to send than credits.
+///
+/// # Errors
+/// As [`run`]. The command in it does not repeat the run: only its caller knows `full`.
+pub fn run_full(config: &RunConfig, full: &Full) -> Result<LnetStats, Failure> {
+    simulate(config, "lnet-full", " --lnet", |trace| {
+        let draw = Draw::full(full, config.scale, &mut Rng::new(config.seed, DRAW));
+        World::new(config.seed, draw, trace)
+    })
 }

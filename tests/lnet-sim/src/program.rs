@@ -10,7 +10,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    draw::ProgramPlan,
+    draw::{Places, ProgramPlan},
     ledger::{Ledger, content},
     tester::{Tester, TesterPlan},
 };
@@ -20,9 +20,7 @@ const SINKS: u32 = 10;
 const SOURCE: u32 = 11;
 const NOTHING: u32 = 12;
 const BITS: u64 = 0x1234_5678_9abc_def0;
-/// Bytes of a place for a PUT, places of a peer, and how long one is left alone after a PUT that has failed: it may still come.
-const PLACE: usize = 1 << 17;
-const PLACES: usize = 16;
+/// Time for which a place is left alone after a PUT that has failed: it may still come.
 const REST: u64 = 200 * SEC;
 /// Bytes that a ping may bring.
 const PING: usize = 272;
@@ -35,6 +33,8 @@ pub(crate) struct Env<'a> {
     pub(crate) hosts: &'a [Nid],
     /// Hosts that have started again.
     pub(crate) restarted: &'a BTreeSet<Nid>,
+    /// No operation may fail, and no connection end.
+    pub(crate) strict: bool,
 }
 
 /// Operation of a program.
@@ -63,6 +63,7 @@ type Begun = (Result<JobId, Failure>, u64, What);
 pub(crate) struct Side {
     pub(crate) node: Node,
     pub(crate) plan: ProgramPlan,
+    room: Places,
     /// By peer.
     sinks: BTreeMap<Nid, Buffer>,
     jobs: BTreeMap<JobId, (u64, What)>,
@@ -81,6 +82,7 @@ impl Side {
     pub(crate) fn start(
         mut node: Node,
         (plan, tester): (ProgramPlan, Option<TesterPlan>),
+        room: Places,
         now: Instant,
         hosts: &[Nid],
     ) -> Self {
@@ -94,19 +96,20 @@ impl Side {
             memory,
             uses: None,
         };
-        let source = Buffer::allocate(PLACE).expect("memory");
-        source.write(&content(source_number(node.nid()), PLACE));
+        let source = Buffer::allocate(room.len).expect("memory");
+        source.write(&content(source_number(node.nid()), room.len));
         node.attach(entry(SOURCE, None, EntryOptions::GET, source));
         let mut sinks = BTreeMap::new();
         let own = node.nid();
         for peer in hosts.iter().filter(|peer| **peer != own) {
-            let sink = Buffer::allocate(PLACE * PLACES).expect("memory");
+            let sink = Buffer::allocate(room.len * room.count).expect("memory");
             sinks.insert(*peer, sink.clone());
             node.attach(entry(SINKS, Some(*peer), EntryOptions::PUT, sink));
         }
         Self {
             node,
             plan,
+            room,
             sinks,
             jobs: BTreeMap::new(),
             places: BTreeMap::new(),
@@ -148,6 +151,9 @@ impl Side {
                 Output::Down(peer, Failure::Restarted) if !env.restarted.contains(&peer) => {
                     return Err(format!("a connection to {peer} was ended, which has not started again"));
                 }
+                Output::Down(peer, why) if env.strict => {
+                    return Err(format!("the connection to {peer} has ended: {why}"));
+                }
                 Output::Down(_, Failure::Restarted) => env.coverage.note("peer that started again"),
                 Output::Down(_, Failure::Timeout) => env.coverage.note("connection without progress"),
                 Output::Down(..) => env.coverage.note("connection lost"),
@@ -157,7 +163,7 @@ impl Side {
             }
         }
         self.tester.work(&mut self.node, cx.now, env.coverage)?;
-        self.check_credits()?;
+        self.check_credits(env)?;
         while self.plan.operations > 0 && self.begins_at <= now && self.jobs.len() < self.plan.at_once {
             self.begin(cx.now, env)?;
             self.plan.operations -= 1;
@@ -166,7 +172,7 @@ impl Side {
         Ok(())
     }
 
-    fn check_credits(&self) -> Check {
+    fn check_credits(&self, env: &mut Env<'_>) -> Check {
         for connection in self.node.connections() {
             let (c, asked, promised) = (connection.credits, connection.asked, connection.promised);
             let ours = usize::from(c.available.max(c.reserved)).max(asked);
@@ -175,6 +181,10 @@ impl Side {
             if ours.max(theirs) > depth || connection.in_flight > depth + 2 {
                 return Err(format!("{connection:?}"));
             }
+            let is_waiting = connection.is_established && connection.queued > 0;
+            env.coverage.note_if("no credit left", is_waiting && c.available == 0);
+            env.coverage
+                .note_if("no place for an answer left", is_waiting && c.reserved == 0);
         }
         Ok(())
     }
@@ -183,6 +193,9 @@ impl Side {
         let Some((number, what)) = self.jobs.remove(&id) else {
             return Err(format!("{id:?} ends, which was not begun"));
         };
+        if let Some(why) = result.as_ref().err().filter(|_| env.strict) {
+            return Err(format!("operation {number} fails: {why}"));
+        }
         env.coverage.note_if("operation failed", result.is_err());
         match (what, result) {
             (What::Put { place, ack }, result) => {
@@ -195,7 +208,7 @@ impl Side {
             }
             (What::Get { from, offset, sink }, Ok(len)) => {
                 env.ledger.done(number, len, false)?;
-                let all = content(source_number(from), PLACE);
+                let all = content(source_number(from), self.room.len);
                 match sink.to_vec() == all[offset..offset + sink.len()] {
                     true => Ok(()),
                     false => Err(format!("GET {number} brings other bytes than {from} has")),
@@ -227,7 +240,7 @@ impl Side {
         let peer = others[env.rng.index(others.len())];
         let len = env.rng.pick(&self.plan.lens);
         let (is_get, is_miss) = (env.rng.chance(self.plan.gets), env.rng.chance(self.plan.misses));
-        let (id, number, what) = if env.rng.chance(0.05) {
+        let (id, number, what) = if env.rng.chance(self.plan.pings) {
             let sink = Buffer::allocate(PING).ok_or("no memory")?;
             let id = self.node.ping(now, peer, sink.clone());
             (id, env.ledger.begin(0), What::Ping(sink))
@@ -252,7 +265,7 @@ impl Side {
         env: &mut Env<'_>,
     ) -> Result<Begun, String> {
         let sink = Buffer::allocate(len).ok_or("no memory")?;
-        let offset = env.rng.index(PLACE - len + 1);
+        let offset = env.rng.index(self.room.len - len + 1);
         let get = Get {
             peer,
             portal: if is_miss { NOTHING } else { SOURCE },
@@ -279,7 +292,7 @@ impl Side {
         env: &mut Env<'_>,
     ) -> Result<Option<Begun>, String> {
         let free = |place: &usize| self.places.get(&(peer, *place)).is_none_or(|at| *at <= now.as_nanos());
-        let Some(place) = (0..PLACES).find(free) else {
+        let Some(place) = (0..self.room.count).find(free) else {
             env.coverage.note("no place for a PUT");
             return Ok(None);
         };
@@ -294,7 +307,7 @@ impl Side {
             portal: if is_miss { NOTHING } else { SINKS },
             match_bits: BITS,
             hdr_data: number,
-            offset: (place * PLACE) as u32,
+            offset: (place * self.room.len) as u32,
             source,
             ack,
         };

@@ -13,7 +13,7 @@ use roce_verbs::provider::Cx;
 
 use crate::{
     LnetStats,
-    draw::{Draw, ProgramPlan},
+    draw::{Draw, Places, ProgramPlan},
     ledger::Ledger,
     program::{Env, Side, Turn},
     stranger,
@@ -49,6 +49,8 @@ pub(crate) struct World {
     rng: Rng,
     chaos: Rng,
     dies: bool,
+    strict: bool,
+    places: Places,
     /// Hosts that have started again.
     restarted: BTreeSet<Nid>,
     quiet: bool,
@@ -57,8 +59,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
-        let draw = Draw::new(scale, &mut Rng::new(seed, 70));
+    pub(crate) fn new(seed: u64, draw: Draw, trace: Trace) -> Self {
         let scenario = &draw.scenario;
         let link = |rng: &mut Rng| Link::new(scenario.link(rng));
         let lan = Lan::new(&draw.hosts, 1, link, Rng::new(seed, 71), trace);
@@ -69,7 +70,10 @@ impl World {
         };
         let hosts: Vec<Nid> = draw.hosts.iter().map(|(host, ..)| nid(host.addr)).collect();
         let mut tests = Rng::new(seed, 74);
-        let tester = |(own, plan)| (plan, TesterPlan::draw(own, &hosts, &mut tests));
+        let tester = |(own, plan)| {
+            let tester = TesterPlan::draw(own, &hosts, &mut tests);
+            (plan, tester.filter(|_| !draw.strict))
+        };
         let plans = draw.programs.into_iter().enumerate().map(tester).collect();
         let mut world = Self {
             empty: lan.nodes.iter().map(|node| node.fabric.usage()).collect(),
@@ -83,6 +87,8 @@ impl World {
             rng: Rng::new(seed, 72),
             chaos: Rng::new(seed, 73),
             dies: draw.dies,
+            strict: draw.strict,
+            places: draw.places,
             restarted: BTreeSet::new(),
             quiet: false,
             stopping: false,
@@ -115,7 +121,7 @@ impl World {
         let incarnation = 1 + now.as_nanos() / 1000;
         let node = Node::listen(&mut cx, self.configs[host].clone(), self.hosts[host], incarnation);
         let node = node.map_err(|e| e.to_string())?;
-        let side = Side::start(node, self.plans[host].clone(), now, &self.hosts);
+        let side = Side::start(node, self.plans[host].clone(), self.places, now, &self.hosts);
         self.sides[host] = Some(side);
         self.lan.want_turn(host, self.lan.now);
         Ok(())
@@ -124,7 +130,8 @@ impl World {
     /// All programs are done: nodes end, and what they had is given back.
     fn rest(&mut self) -> Check {
         self.pass(400 * SEC)?;
-        self.stopping = true;
+        self.check_ledgers()?;
+        (self.stopping, self.strict) = (true, false);
         for host in 0..self.sides.len() {
             self.lan.want_turn(host, self.lan.now);
         }
@@ -135,6 +142,49 @@ impl World {
             }
         }
         self.lan.check_usage(&self.empty)
+    }
+
+    /// All credits are at either side of a connection, when nothing is on its way.
+    fn check_ledgers(&mut self) -> Check {
+        let mut last = Ok(());
+        // A keepalive may be on its way.
+        for _ in 0..3 {
+            last = self.ledgers();
+            if last.is_ok() {
+                break;
+            }
+            self.pass(MS)?;
+        }
+        last
+    }
+
+    fn ledgers(&self) -> Check {
+        let only = |of: usize, to: Nid| {
+            let side = self.sides[of].as_ref()?;
+            let mut conns = side.node.connections().filter(|conn| conn.peer == to);
+            let conn = conns.next().filter(|conn| conn.is_established)?;
+            conns.next().is_none().then_some(conn)
+        };
+        let pairs = (0..self.hosts.len()).flat_map(|a| (0..a).flat_map(move |b| [(a, b), (b, a)]));
+        for (a, b) in pairs {
+            let (Some(own), Some(theirs)) = (only(a, self.hosts[b]), only(b, self.hosts[a])) else {
+                continue;
+            };
+            let is_right = own.credits.available == theirs.credits.theirs && own.credits.reserved == own.credits.depth;
+            // One of a host that has died is of another connection than the peer's.
+            if !is_right && own.credits.depth == theirs.credits.depth && self.restarted.is_empty() {
+                return Err(format!("credits that nobody has: {own:?}; {theirs:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that connections of all hosts have run out of credits.
+    fn note_full(&mut self) {
+        let is_out = |conn: lnet::ConnectionInfo| conn.is_established && conn.credits.available == 0 && conn.queued > 0;
+        let is_full = |side: &Option<Side>| side.as_ref().is_some_and(|side| side.node.connections().any(is_out));
+        let all = self.sides.iter().all(is_full);
+        self.coverage.note_if("all hosts without credits", all);
     }
 
     fn turn(&mut self, host: usize) -> Check {
@@ -149,6 +199,7 @@ impl World {
                 coverage: &mut self.coverage,
                 hosts: &self.hosts,
                 restarted: &self.restarted,
+                strict: self.strict,
             };
             let mut turn = Turn { side, env };
             next = of_host(&mut self.lan.nodes[host], now, &mut random, &mut turn)?;
@@ -161,6 +212,7 @@ impl World {
                 });
             }
         }
+        self.note_full();
         self.lan.nodes[host].lag.check()?;
         self.lan.transmit(host);
         let port = self.lan.nodes[host].next_timeout();
@@ -230,6 +282,7 @@ impl World {
             coverage: &mut self.coverage,
             hosts: &self.hosts,
             restarted: &self.restarted,
+            strict: self.strict,
         };
         self.plans[host] = side.die(&mut env)?;
         self.lan.kill(host);
