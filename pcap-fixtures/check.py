@@ -6,6 +6,7 @@ from the Rust code, so that one of the two being wrong shows. Plain Ethernet, IP
 little-endian pcap only: what the captures are. Usage: python3 pcap-fixtures/check.py
 """
 
+import gzip
 import pathlib
 import struct
 import sys
@@ -70,10 +71,11 @@ def main():
     wrong = 0
     for manifest in [HERE / "manifest.toml", *sorted(HERE.glob("*/manifest.toml"))]:
         for capture in tomllib.loads(manifest.read_text())["capture"]:
-            if not capture["file"].endswith(".pcap"):
+            if not capture["file"].endswith((".pcap", ".pcap.gz")):
                 continue
             path = manifest.parent / capture["file"]
-            got = count(path.read_bytes())
+            data = path.read_bytes()
+            got = count(gzip.decompress(data) if path.suffix == ".gz" else data)
             want = {key: capture[key] for key in got}
             wrong += got != want
             print(f"{path.relative_to(HERE)}: {got}" + ("" if got == want else f", but the manifest says {want}"))

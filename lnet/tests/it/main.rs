@@ -4,10 +4,13 @@
 mod capture;
 mod captures;
 mod conn;
+mod conversation;
 mod kernel;
 mod messages;
+mod names;
 mod negotiation;
 mod ping;
+mod player;
 #[path = "../../../rtrs/tests/support/provider.rs"]
 mod provider;
 mod replay;

@@ -6,8 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use pcap_file::pcap::PcapReader;
 use roce_bth::{Class, Packet, Psn, Service};
+use roce_pcap::Capture;
 
 /// Attribute of a connection manager's message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,25 +36,34 @@ pub(crate) fn read(name: &str) -> Vec<Item> {
     read_of(name, None)
 }
 
-/// Reads what a sender has sent, or all.
-pub(crate) fn read_of(name: &str, sender: Option<[u8; 4]>) -> Vec<Item> {
-    let path = folder().join(name);
-    let mut pcap = PcapReader::new(File::open(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))).unwrap();
-    let (mut items, mut index) = (Vec::new(), 0);
-    let mut parts: HashMap<(Vec<u8>, u32), (Psn, Vec<u8>)> = HashMap::new();
-    let mut done: HashMap<(Vec<u8>, u32), Psn> = HashMap::new();
-    while let Some(frame) = pcap.next_packet() {
-        index += 1;
+/// Calls `each` with the frame's number, the receiver's address, and the packet, of what a sender has sent or of all.
+pub(crate) fn each_packet(name: &str, sender: Option<[u8; 4]>, mut each: impl FnMut(u64, &[u8], &Packet<'_>)) {
+    let plain = folder().join(name);
+    let path = match plain.exists() {
+        true => plain,
+        false => folder().join(format!("{name}.gz")),
+    };
+    let file = File::open(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let mut capture = Capture::new(file).unwrap();
+    while let Some(frame) = capture.next_frame() {
         let frame = frame.unwrap();
         let (head, to) = match frame.data[12..14] {
-            [0x08, 0x00] => (42, frame.data[30..34].to_vec()),
-            _ => (62, frame.data[38..54].to_vec()),
+            [0x08, 0x00] => (42, &frame.data[30..34]),
+            _ => (62, &frame.data[38..54]),
         };
         let from = &frame.data[26..30];
-        if sender.is_some_and(|sender| head != 42 || from != sender) {
-            continue;
+        if sender.is_none_or(|sender| head == 42 && from == sender) {
+            each(frame.index, to, &Packet::parse(&frame.data[head..]).unwrap());
         }
-        let packet = Packet::parse(&frame.data[head..]).unwrap();
+    }
+}
+
+/// Reads what a sender has sent, or all.
+pub(crate) fn read_of(name: &str, sender: Option<[u8; 4]>) -> Vec<Item> {
+    let mut items = Vec::new();
+    let mut parts: HashMap<(Vec<u8>, u32), (Psn, Vec<u8>)> = HashMap::new();
+    let mut done: HashMap<(Vec<u8>, u32), Psn> = HashMap::new();
+    each_packet(name, sender, |index, to, packet| {
         let bth = packet.header.bth;
         let info = bth.opcode.info();
         if info.service == Service::Ud {
@@ -67,21 +76,18 @@ pub(crate) fn read_of(name: &str, sender: Option<[u8; 4]>) -> Vec<Item> {
                 0x13 => Some(item(Cm::Rep, 36, 196)),
                 _ => None,
             });
-            continue;
+            return;
         }
-        if info.class != Class::Send {
-            continue;
-        }
-        let key = (to, bth.dest_qp.value());
+        let key = (to.to_vec(), bth.dest_qp.value());
         let psn = bth.psn;
-        if done.get(&key).is_some_and(|last| !psn.is_after(*last)) {
-            continue;
+        if info.class != Class::Send || done.get(&key).is_some_and(|last| !psn.is_after(*last)) {
+            return;
         }
         if info.position.starts() {
             parts.insert(key.clone(), (psn, Vec::new()));
         }
         let Some((next, bytes)) = parts.get_mut(&key).filter(|(next, _)| *next == psn) else {
-            continue;
+            return;
         };
         *next = psn.next();
         bytes.extend_from_slice(packet.payload);
@@ -90,6 +96,6 @@ pub(crate) fn read_of(name: &str, sender: Option<[u8; 4]>) -> Vec<Item> {
             done.insert(key, psn);
             items.push(Item::Send(index, bytes));
         }
-    }
+    });
     items
 }
