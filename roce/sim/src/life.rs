@@ -122,7 +122,7 @@ impl World {
         c.phase = Phase::Connecting;
         c.life += 1;
         self.stats.connections += 1;
-        let (lossy, victim) = (self.lossy(a, b), self.is_victim(conn));
+        let (gaps, victim) = (self.lossy(a, b) || self.disorderly(a, b), self.is_victim(conn));
         let cut = self.link(a, b).cut || self.link(b, a).cut;
         let c = &mut self.conns[conn];
         for e in &mut c.ends {
@@ -131,7 +131,8 @@ impl World {
             e.undone.clear();
             e.allow = Allow {
                 // By modify, the first packets find a peer that is not there yet.
-                retry: cut || c.plan.retry_cnt < 7 && (lossy || !c.plan.via_cm),
+                // A sequence NAK takes a retry, also an implied one (IBA 9.9.2.4.1).
+                retry: cut || c.plan.retry_cnt < 7 && (gaps || !c.plan.via_cm),
                 rnr: c.plan.rnr_retry < 7,
                 ..Allow::default()
             };

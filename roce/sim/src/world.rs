@@ -231,6 +231,14 @@ impl World {
             || buffer(b)
     }
 
+    /// Whether packets between the two may be overtaken, one way or the other: a peer that sees the gap asks for them again.
+    pub(crate) fn disorderly(&self, a: usize, b: usize) -> bool {
+        let n = self.hosts.len();
+        [a * n + b, b * n + a]
+            .iter()
+            .any(|i| self.links[*i].faults.reorder > 0.0)
+    }
+
     fn run_to_end(&mut self) -> Check {
         let mut at_once = 0;
         let mut events = 0u64;

@@ -16,6 +16,10 @@ const NOTABLE: &[(u64, &str)] = &[
         "a queue pair that was reset while it waited for the window, and then had to wait again",
     ),
     (3329, "the same"),
+    (
+        75_842_497_846_521,
+        "a requester without retries on a network that swaps packets and loses none",
+    ),
     (15334, "a message of UC is on its way when all else is done"),
 ];
 
