@@ -8,6 +8,7 @@ mod compare;
 mod kind;
 mod manifest;
 mod player;
+#[path = "../../../../rtrs/tests/support/provider.rs"]
 mod provider;
 mod record;
 

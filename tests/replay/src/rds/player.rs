@@ -12,13 +12,13 @@ use rds::{
 };
 use roce_verbs::{
     Instant,
-    provider::{CmKind, CmRef, Cx, NoAnswer, QpId},
+    provider::{CmKind, CmRef, Cx, DeviceIx, NoAnswer, Provider as _, QpId},
 };
 use zerocopy::IntoBytes as _;
 
 use super::{
     manifest::Settings,
-    provider::{DEVICE, Recorded},
+    provider::{self, Keys, Scripted},
     record::{Record, Sent, What, port_of},
 };
 
@@ -60,7 +60,7 @@ pub(super) struct Player<'a> {
     addr: IpAddr,
     peer: IpAddr,
     node: Node,
-    provider: Recorded,
+    provider: Scripted,
     now: Instant,
     sockets: BTreeMap<u16, (SocketId, u8)>,
     /// Sockets of programs that read only so that a port becomes free.
@@ -113,7 +113,7 @@ impl<'a> Player<'a> {
             false => link.connector,
         };
         let now = Instant::from_nanos(record.events.first().map_or(0, |(time, _)| *time));
-        let mut provider = Recorded::new(addr);
+        let mut provider = device(addr);
         let mut states = former(record, addr, peer);
         // It sends and gets a message before that.
         let is_older = |key: &PairKey| {
@@ -185,7 +185,7 @@ impl<'a> Player<'a> {
             }
         }
         // All that was sent before the capture.
-        self.provider.posted.clear();
+        self.provider.take_log();
         self.played.posted.clear();
         self.played.private.clear();
         Ok(())
@@ -203,7 +203,7 @@ impl<'a> Player<'a> {
         let qp = self.links.get(&link).ok_or("no connection")?.qp;
         let header = Header::new(state.next_receive - 1, 0, 0, (port, port), Flags::empty());
         if state.next_receive > 1 {
-            self.provider.deliver(qp, header.as_bytes());
+            self.provider.deliver(qp, header.as_bytes(), None);
         }
         if state.next_send > 1 {
             let socket = self.socket(port, tos).map_err(|e| e.to_string())?;
@@ -281,7 +281,6 @@ impl<'a> Player<'a> {
         if !fresh || !self.queued.contains(&(self.tos(link), 1)) {
             return;
         }
-        self.provider = Recorded::new(self.addr);
         match start(&mut self.provider, self.now, self.addr, self.settings, BTreeMap::new()) {
             Ok(node) => self.node = node,
             Err(e) => self.wrong(e),
@@ -301,7 +300,7 @@ impl<'a> Player<'a> {
         self.queue_unseen(link, tos);
         self.current.remove(&tos);
         if let Some(Ours { id, .. }) = self.links.get(&link).copied() {
-            self.provider.event(id, CmKind::Disconnected);
+            self.provider.tell(id, CmKind::Disconnected);
             self.events();
         }
     }
@@ -329,18 +328,25 @@ impl<'a> Player<'a> {
             self.queue_first(link, tos);
         }
         self.cx(|node, cx| node.end_batch(cx));
-        if self.provider.resolving.is_empty()
+        if self.resolving().is_empty()
             && let Some(at) = self.node.next_timeout()
         {
             self.now = self.now.max(at);
             self.cx(|node, cx| node.timeout(cx));
         }
-        let Some(id) = self.provider.resolving.pop() else {
+        let Some(id) = self.resolving().pop() else {
             return self.wrong(format!("connection {link}: the node does not connect"));
         };
-        self.provider.event(id, CmKind::Resolved { device: DEVICE });
+        self.provider.tell(id, CmKind::Resolved { device: DeviceIx(0) });
         self.events();
-        self.called(link);
+        self.called(link, id);
+    }
+
+    /// Connections that the node wants to begin.
+    fn resolving(&self) -> Vec<CmRef> {
+        let cms = self.provider.cms.iter();
+        let unused = cms.filter(|(_, cm)| cm.peer.is_some() && cm.qp.is_none());
+        unused.map(|(id, _)| *id).collect()
     }
 
     /// A program's first message that goes over a connection was there before it.
@@ -366,34 +372,37 @@ impl<'a> Player<'a> {
 
     /// The peer connects. An attempt of ours has come to nothing, as the kernel's had: it would have refused.
     fn accept(&mut self, link: usize, private: Vec<u8>) {
-        for id in std::mem::take(&mut self.provider.resolving) {
-            self.provider.event(id, CmKind::Unreachable(NoAnswer::Timeout));
+        for id in self.resolving() {
+            self.provider.tell(id, CmKind::Unreachable(NoAnswer::Timeout));
         }
         let port = port_of(self.addr);
         let (local, peer) = (SocketAddr::new(self.addr, port), SocketAddr::new(self.peer, 0));
-        if self.provider.request(local, peer, private).is_none() {
+        let mut cms = self.provider.cms.iter();
+        let Some((listener, _)) = cms.find(|(_, cm)| cm.local == local && cm.peer.is_none()) else {
             return self.wrong(format!("connection {link}: the node does not listen"));
-        }
+        };
+        let id = self.provider.ask(*listener, 0, local, peer, private);
         self.events();
-        self.called(link);
+        self.called(link, id);
     }
 
     /// The node has asked for a connection, or answered.
-    fn called(&mut self, link: usize) {
-        match self.provider.calls.pop() {
-            Some((id, qp, private)) => {
-                self.links.insert(link, Ours { id, qp });
-                self.played.private.insert(link, private);
-            }
-            None if std::mem::take(&mut self.provider.rejected) => drop(self.played.refused.insert(link)),
-            None => self.wrong(format!("connection {link}: the node neither connects nor accepts")),
+    fn called(&mut self, link: usize, id: CmRef) {
+        let cm = self.provider.cms.get(&id);
+        if let Some((qp, params)) = cm.and_then(|cm| cm.qp.zip(cm.params.as_ref())) {
+            self.links.insert(link, Ours { id, qp });
+            self.played.private.insert(link, params.private_data.clone());
+        } else if self.provider.rejected.iter().any(|(of, _)| *of == id) {
+            self.played.refused.insert(link);
+        } else {
+            self.wrong(format!("connection {link}: the node neither connects nor accepts"));
         }
     }
 
     fn establish(&mut self, link: usize, private_data: Vec<u8>) {
         if let Some(Ours { id, .. }) = self.links.get(&link).copied() {
             self.current.insert(self.tos(link), link);
-            self.provider.event(id, CmKind::Established { private_data });
+            self.provider.tell(id, CmKind::Established { private_data });
         }
     }
 
@@ -441,8 +450,9 @@ impl<'a> Player<'a> {
         let Some(Ours { qp, .. }) = self.links.get(&sent.link).copied() else {
             return;
         };
-        if !self.provider.deliver(qp, &sent.bytes) {
-            self.wrong(format!("frame {}: no receive waits", sent.frame));
+        match self.provider.qpn(qp).map_or(0, |_| self.provider.recvs(qp)) {
+            0 => self.wrong(format!("frame {}: no receive waits", sent.frame)),
+            _ => self.provider.deliver(qp, &sent.bytes, None),
         }
     }
 
@@ -502,28 +512,36 @@ impl<'a> Player<'a> {
         Ok(id)
     }
 
-    /// Hands events and completions to the node.
-    fn events(&mut self) {
+    /// Hands events and completions to the node. Returns whether there were any.
+    fn events(&mut self) -> bool {
+        let mut any = false;
+        let mut completions = Vec::new();
         loop {
-            if let Some((qp, wc)) = self.provider.next_completion() {
+            // It can't fail.
+            let _ = self.provider.poll_completions(&mut completions, 1);
+            if let Some((qp, wc)) = completions.pop() {
                 self.cx(|node, cx| node.completion(cx, qp, &wc));
-            } else if let Some(event) = self.provider.next_event() {
+            } else if let Some(event) = self.provider.poll_event() {
                 self.cx(|node, cx| node.event(cx, &event));
             } else {
-                return;
+                return any;
             }
+            any = true;
         }
     }
 
     /// Goes on until nothing happens by itself; programs read what has come.
     fn turn(&mut self) {
         loop {
-            self.events();
+            let had_news = self.events();
             self.cx(|node, cx| node.end_batch(cx));
             while self.node.poll_output().is_some() {}
             self.read();
-            for (qp, bytes) in std::mem::take(&mut self.provider.posted) {
-                if let Some((link, _)) = self.links.iter().find(|(_, ours)| ours.qp == qp) {
+            let log = self.provider.take_log();
+            let is_quiet = log.is_empty() && !had_news;
+            for (qp, posted) in log {
+                let link = self.links.iter().find(|(_, ours)| ours.qp == qp);
+                if let (Some((link, _)), provider::Posted::Send { data: bytes, .. }) = (link, posted) {
                     let beside = self.beside;
                     self.played
                         .posted
@@ -532,7 +550,7 @@ impl<'a> Player<'a> {
                         .push(Posted { beside, bytes });
                 }
             }
-            if !self.node.wants_turn() && !self.provider.has_news() {
+            if is_quiet && !self.node.wants_turn() {
                 return;
             }
         }
@@ -577,15 +595,23 @@ fn former(record: &Record, addr: IpAddr, peer: IpAddr) -> BTreeMap<PairKey, Pair
     states
 }
 
+/// A device with one address.
+fn device(addr: IpAddr) -> Scripted {
+    let mut provider = Scripted::new(&[Keys::QUEUED]);
+    provider.caps[0].addrs = vec![addr];
+    provider.caps[0].scattered_keys = true;
+    provider
+}
+
 /// Starts a node.
 fn start(
-    provider: &mut Recorded,
+    provider: &mut Scripted,
     now: Instant,
     addr: IpAddr,
     settings: &Settings,
     former: BTreeMap<PairKey, PairState>,
 ) -> Result<Node, String> {
-    *provider = Recorded::new(addr);
+    *provider = device(addr);
     let mut cx = Cx {
         now,
         provider,
