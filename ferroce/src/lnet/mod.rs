@@ -2,6 +2,7 @@
 
 mod explain;
 mod ping;
+mod portals;
 mod selftest;
 mod serve;
 

@@ -12,6 +12,7 @@ use lnet::{EntryId, Failure, Served};
 use roce_host::Hosted;
 
 use crate::{
+    counts::EntryCounts,
     error::Error,
     machine::{Key, LnetMachine},
 };
@@ -49,6 +50,11 @@ impl Drop for Attached {
 impl Attached {
     pub(crate) fn new(node: Arc<Hosted<LnetMachine>>, id: EntryId) -> Self {
         Self { node, id }
+    }
+
+    /// Its number, which [operations on it](Served::entry) name.
+    pub const fn id(&self) -> EntryId {
+        self.id
     }
 
     /// Waits for the next end of an operation. `None`: the entry had [a number of uses](lnet::Entry::uses), and all have ended.
@@ -95,6 +101,15 @@ impl Attached {
             None if entry.is_unlinked => Poll::Ready(None),
             None => Poll::Pending,
         }
+    }
+
+    /// Returns the counts of operations since it was attached, whether their events were read or not.
+    ///
+    /// # Errors
+    /// Why the node has ended.
+    pub fn counts(&self) -> Result<EntryCounts, Error> {
+        let counts = |machine: &mut LnetMachine| machine.entry(self.id).map(|entry| entry.counts);
+        Ok(self.node.call(counts)?.unwrap_or_default())
     }
 
     /// Events that were lost because nobody has read them.

@@ -19,6 +19,7 @@
 //! The protocol is [`lnet`], and its thread one of [`roce_host`].
 #![forbid(unsafe_code)]
 
+mod counts;
 mod entry;
 mod error;
 mod machine;
@@ -27,11 +28,12 @@ mod pending;
 mod queue;
 mod selftest;
 
+pub use counts::EntryCounts;
 pub use entry::{Attached, EntryEvent};
 pub use error::Error;
 pub use lnet::{
-    Buffer, Config, ConnectionInfo, Counters, Entry, EntryOptions, Failure, Get, Negotiated, Output, Put, Refusal,
-    Rejected, Served, TieBreak,
+    Buffer, Config, ConnectionInfo, Counters, Entry, EntryId, EntryOptions, Failure, Get, Negotiated, Output, Put,
+    Refusal, Rejected, Served, TieBreak,
     proto::{Features, NiStatus, Nid, STATUS_DOWN, STATUS_UP, Why},
     selftest::{
         NodeCounters, RunCounts, RunError, RunEvent, RunPlan, TargetConfig,

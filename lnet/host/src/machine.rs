@@ -12,7 +12,7 @@ use roce_verbs::{
     provider::{Cx, Event, QpId},
 };
 
-use crate::queue::Queue;
+use crate::{counts::EntryCounts, queue::Queue};
 
 /// Part of a node that threads and tasks wait for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -34,6 +34,7 @@ pub(crate) type End = (Served, Result<u32, Failure>);
 #[derive(Debug, Default)]
 pub(crate) struct EntryState {
     pub(crate) events: Queue<End>,
+    pub(crate) counts: EntryCounts,
     /// The entry is gone.
     pub(crate) is_unlinked: bool,
 }
@@ -116,6 +117,7 @@ impl LnetMachine {
             }
             Output::Served(served, result) => {
                 if let Some(entry) = self.entries.get_mut(&served.entry) {
+                    entry.counts.add(result);
                     entry.events.push((*served, result.clone()));
                     changed(Key::Entry(served.entry));
                 }

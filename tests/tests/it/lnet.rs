@@ -1,9 +1,12 @@
 //! `ferroce lnet`: a node that serves, and pings of it and of what is none.
 
+use std::fs;
+
 use ferroce_tests::{
     fresh_address,
     process::{Finished, Running, run},
 };
+use lnet_host::{Buffer, Get, LnetNode, NodeOptions, Put};
 use nix::sys::signal::Signal;
 
 fn nid() -> String {
@@ -168,4 +171,81 @@ fn nodes_are_tested_with_data_each_way() {
     serving.signal(Signal::SIGTERM);
     serving.wait();
     assert_eq!(serving.end().code, Some(0));
+}
+
+#[test]
+fn peers_write_sinks_and_read_sources() {
+    let (served, dir) = (nid(), tempfile::tempdir().unwrap());
+    // More than one message has.
+    let content: Vec<u8> = (0..5000u32).map(|n| (n % 251) as u8).collect();
+    let file = dir.path().join("data");
+    fs::write(&file, &content).unwrap();
+    let source = format!("51:{}", file.display());
+    let refused = run(&["lnet", "serve", "--source", &source, &served]);
+    assert!(
+        refused.code == Some(2) && refused.stderr.contains("--no-selftest"),
+        "{refused:?}"
+    );
+    let args = [
+        "--json",
+        "--no-selftest",
+        "--sink",
+        "60:4k",
+        "--source",
+        &source,
+        &served,
+    ];
+    let mut serving = Running::start(&[&["lnet", "serve"], &args[..]].concat());
+    serving.event("listening");
+
+    let node = LnetNode::open(NodeOptions::new(nid().parse().unwrap())).unwrap();
+    let peer = served.parse().unwrap();
+    let put = Put {
+        peer,
+        portal: 60,
+        match_bits: 9,
+        hdr_data: 7,
+        offset: 4000,
+        source: Buffer::allocate(100).unwrap(),
+        ack: true,
+    };
+    assert_eq!(node.put(&put).unwrap().wait().unwrap(), 96, "the memory ends there");
+    let event = serving.event("put");
+    let found = ["portal", "match_bits", "hdr_data", "offset", "bytes"].map(|key| event[key].as_u64().unwrap());
+    assert_eq!(found, [60, 9, 7, 4000, 96]);
+    for (offset, room, len) in [(0, 5000, 5000), (4990, 272, 10)] {
+        let sink = Buffer::allocate(room).unwrap();
+        let get = Get {
+            peer,
+            portal: 51,
+            match_bits: u64::MAX,
+            offset,
+            sink: sink.clone(),
+        };
+        assert_eq!(node.get(&get).unwrap().wait().unwrap(), len);
+        let from = offset as usize;
+        assert_eq!(sink.to_vec()[..len as usize], content[from..from + len as usize]);
+        assert_eq!(serving.event("got")["bytes"], len);
+    }
+    let own = fresh_address().to_string();
+    let tested = run(&["lnet", "selftest", "-I", &own, "-W", "0.2", "-n", "1", &served]);
+    assert_eq!(tested.code, Some(1), "{tested:?}");
+    drop(node);
+    serving.signal(Signal::SIGTERM);
+    serving.wait();
+    let summary = serving.end().json().pop().unwrap();
+    let counts = |index: usize| {
+        let portal = &summary["portals"][index];
+        let number = |key: &str| portal[key].as_u64().unwrap();
+        let kind = portal["kind"].as_str().unwrap().to_owned();
+        (
+            kind,
+            number("portal"),
+            number("done"),
+            number("bytes"),
+            number("failed"),
+        )
+    };
+    let expected = [("sink".to_owned(), 60, 1, 96, 0), ("source".to_owned(), 51, 2, 5010, 0)];
+    assert_eq!([counts(0), counts(1)], expected);
 }
