@@ -18,6 +18,8 @@ bitflags! {
         const MANAGE_REMOTE = 1 << 2;
         /// An operation on more than there is left is cut; else it does not find the entry.
         const TRUNCATE = 1 << 3;
+        /// PUTs find it only with their data (IMMEDIATE): none keeps it in use until its data comes.
+        const AT_ONCE = 1 << 4;
     }
 }
 
@@ -49,6 +51,8 @@ pub(crate) struct Wanted {
     pub(crate) offset: usize,
     pub(crate) len: usize,
     pub(crate) is_put: bool,
+    /// The data is there.
+    pub(crate) has_data: bool,
 }
 
 /// Part of an entry's memory that an operation has.
@@ -90,6 +94,9 @@ impl Linked {
         let is_meant = portal == wanted.portal
             && from.is_none_or(|from| from == wanted.from)
             && (match_bits ^ wanted.match_bits) & !ignore_bits == 0;
+        if options.contains(EntryOptions::AT_ONCE) && !wanted.has_data {
+            return None;
+        }
         if !self.is_linked || !is_meant || !options.contains(right) {
             return None;
         }
@@ -199,6 +206,7 @@ mod tests {
             offset: 30,
             len,
             is_put: true,
+            has_data: true,
         }
     }
 
@@ -239,6 +247,18 @@ mod tests {
             ..wanted(1, 1)
         };
         assert_eq!(found(&mut portals, &beyond), None);
+    }
+
+    #[test]
+    fn an_entry_that_wants_data_at_once_is_not_found_without() {
+        let mut portals = Portals::default();
+        portals.attach(entry(1, EntryOptions::PUT | EntryOptions::AT_ONCE));
+        let later = Wanted {
+            has_data: false,
+            ..wanted(1, 1)
+        };
+        assert_eq!(found(&mut portals, &later), None);
+        assert_eq!(found(&mut portals, &wanted(1, 1)), Some((0, 0, 1)));
     }
 
     #[test]

@@ -92,6 +92,12 @@ impl Node {
         if self.stopping {
             return Err(Failure::Stopping);
         }
+        if peer.0 >> 32 != self.us.nid.0 >> 32 {
+            return Err(Failure::Local(format!(
+                "{peer} is not in the network of {}, and there are no routers",
+                self.us.nid
+            )));
+        }
         if !self.peers.contains_key(&peer) {
             if self.peers.len() >= self.config.max_peers {
                 return Err(Failure::Full);

@@ -130,7 +130,7 @@ impl Node {
                 Ok(())
             }
             Operation::Put { .. } => {
-                let Some((sink, of)) = self.sink_of_put(peer, hdr, &operation) else {
+                let Some((sink, of)) = self.sink_of_put(peer, hdr, &operation, true) else {
                     return self.pushed(now, id, hdr, &operation);
                 };
                 let taken = sink.write(&data[..sink.len().min(data.len())]) as u32;
@@ -196,7 +196,7 @@ impl Node {
     /// Memory for data that a peer wants to write: of an entry, or of one of our GETs.
     fn sink_for(&mut self, peer: Nid, hdr: &LnetHdr, operation: &Operation) -> Option<Sink> {
         match *operation {
-            Operation::Put { .. } => self.sink_of_put(peer, hdr, operation),
+            Operation::Put { .. } => self.sink_of_put(peer, hdr, operation, false),
             Operation::Reply { dst_md } => {
                 let job: JobId = self.named(peer, dst_md)?;
                 let Some(sink) = self.sink_of(job, hdr.payload_length.get() as usize) else {
@@ -210,7 +210,7 @@ impl Node {
         }
     }
 
-    fn sink_of_put(&mut self, from: Nid, hdr: &LnetHdr, operation: &Operation) -> Option<Sink> {
+    fn sink_of_put(&mut self, from: Nid, hdr: &LnetHdr, operation: &Operation, has_data: bool) -> Option<Sink> {
         let Operation::Put {
             ack_md,
             match_bits,
@@ -228,6 +228,7 @@ impl Node {
             offset: offset as usize,
             len: hdr.payload_length.get() as usize,
             is_put: true,
+            has_data,
         };
         let Matched { entry, offset, memory } = self.portals.find(&wanted)?;
         let served = Served {
@@ -267,6 +268,7 @@ impl Node {
             offset: src_offset as usize,
             len: room,
             is_put: false,
+            has_data: true,
         };
         let Matched { entry, offset, memory } = self.portals.find(&wanted)?;
         let served = Served {

@@ -423,6 +423,19 @@ impl Body {
         })
     }
 
+    /// Session that a request is for; `None`: it is for none, or a reply.
+    pub(super) const fn sid(&self) -> Option<Sid> {
+        match *self {
+            Self::MakeSession { sid, .. }
+            | Self::RemoveSession { sid, .. }
+            | Self::Batch { sid, .. }
+            | Self::Stat { sid, .. }
+            | Self::Test { sid, .. }
+            | Self::Debug { sid, .. } => Some(sid),
+            _ => None,
+        }
+    }
+
     /// Status of a reply; `None`: it is a request.
     pub const fn status(&self) -> Option<u32> {
         match *self {

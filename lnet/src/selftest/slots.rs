@@ -49,7 +49,7 @@ impl Slots {
             from: None,
             match_bits: service.number().into(),
             ignore_bits: 0,
-            options: EntryOptions::PUT,
+            options: EntryOptions::PUT | EntryOptions::AT_ONCE,
             memory: memory.clone(),
             uses: Some(1),
         });

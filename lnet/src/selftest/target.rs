@@ -29,7 +29,7 @@ use crate::{
 pub struct TargetConfig {
     /// Longest time until a reply to a request of ours.
     pub rpc_timeout: Duration,
-    /// Time without a request of the framework after which a session ends.
+    /// Time without a request of its console after which a session ends.
     pub session_timeout: Duration,
     /// Requests that may wait to be read, of each service of the framework, and of each other one. More are dropped.
     pub slots: (usize, usize),
@@ -137,6 +137,16 @@ impl Target {
             expired,
             ..self.rpc
         }
+    }
+
+    /// Requests of a peer that have not ended, and bytes of their data.
+    pub fn load(&self, peer: Nid) -> (u32, usize) {
+        self.loads.get(&peer).map_or((0, 0), |load| (load.requests, load.bytes))
+    }
+
+    /// Returns whether no request has to end: none of others, none of the session's tests.
+    pub fn is_idle(&self) -> bool {
+        self.loads.is_empty() && self.client.is_empty()
     }
 
     /// Handles a report of the node. Returns whether it is about selftest.
@@ -398,7 +408,7 @@ impl Target {
             }
             Then::Add(sink) => {
                 self.rpc.bulk_get += u64::from(len);
-                self.refresh(now);
+                self.refresh(now, &request);
                 let status = self.add_client(&request, &sink.to_vec()).err().unwrap_or(0);
                 (
                     request.features,
@@ -412,16 +422,17 @@ impl Target {
         self.reply(node, now, (peer, &request), (features, body));
     }
 
-    /// The session does not end while its console asks.
-    fn refresh(&mut self, now: Instant) {
-        if let Some(session) = &mut self.session {
+    /// A session does not end while its console asks. The kernel's does not end while anybody asks for anything.
+    fn refresh(&mut self, now: Instant, request: &Message) {
+        let sid = request.body.sid();
+        if let Some(session) = self.session.as_mut().filter(|session| Some(session.sid) == sid) {
             session.expires = now + self.config.session_timeout;
         }
     }
 
     /// A request of the framework.
     fn framework(&mut self, node: &mut Node, now: Instant, peer: Nid, request: &Message) -> Answer {
-        self.refresh(now);
+        self.refresh(now, request);
         let features = request.features;
         let is_wrong = match (&request.body, &self.session) {
             (Body::MakeSession { .. } | Body::Debug { .. }, _) | (_, None) => !Features::all().contains(features),

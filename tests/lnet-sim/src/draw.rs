@@ -4,9 +4,15 @@ use core::time::Duration;
 
 use lnet::{Config, Planted, TieBreak};
 use roce_port::fabric::FabricConfig;
-use roce_sim::{Faults, HostPlan, MS, Rng, SEC, Scenario, US, lan::LagPlan};
+use roce_sim::{
+    Faults, HostPlan, MS, Rng, SEC, Scenario, US,
+    lan::{LagPlan, plain_host},
+};
 
-use crate::full::Full;
+use crate::{full::Full, intruder::IntruderPlan};
+
+/// Share of runs with a stranger that has a node.
+const INTRUDED: f64 = 0.3;
 
 /// Memory of a host for PUTs of another one.
 #[derive(Clone, Copy, Debug)]
@@ -50,6 +56,8 @@ pub(crate) struct Draw {
     pub(crate) places: Places,
     /// Requests to connect that a stranger forges.
     pub(crate) forged: u32,
+    /// Stranger with a node, on the host behind the others.
+    pub(crate) intruder: Option<IntruderPlan>,
 }
 
 fn config(rng: &mut Rng) -> Config {
@@ -108,7 +116,7 @@ impl Draw {
                 (HostPlan::draw(i, false, rng), keys, lag)
             })
             .collect();
-        Self {
+        let mut draw = Self {
             scenario,
             hosts,
             configs: (0..count).map(|_| config(rng)).collect(),
@@ -121,7 +129,13 @@ impl Draw {
                 count: 16,
             },
             forged: rng.pick(&[0, 0, 20, 300]),
+            intruder: None,
+        };
+        if rng.chance(INTRUDED) {
+            draw.intruder = Some(IntruderPlan::draw(rng));
+            draw.hosts.push(plain_host([10, 0, 1, 66].into()));
         }
+        draw
     }
 
     /// Draws the rest of a run in which two hosts have more to send than credits.
@@ -145,6 +159,7 @@ impl Draw {
             count: operations.max().unwrap_or(1),
         };
         (draw.troubles, draw.dies, draw.forged, draw.strict) = (0, false, 0, true);
+        draw.intruder = None;
         draw
     }
 

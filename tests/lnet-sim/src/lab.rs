@@ -125,9 +125,7 @@ impl<M: Machines> Lab<M> {
     pub fn pass(&mut self, time: u64) -> Check {
         let end = self.lan.now + time;
         self.lan.schedule(time, LanEvent::World(()));
-        let mut is_over = false;
-        while !is_over {
-            is_over = self.lan.now >= end;
+        while self.lan.now < end {
             match self.lan.pop() {
                 Some(LanEvent::Arrive { node, frame }) => self.lan.arrive(node, frame),
                 Some(LanEvent::Turn { node, boot }) if self.lan.begin_turn(node, boot) => self.turn(node)?,

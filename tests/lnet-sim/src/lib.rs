@@ -9,6 +9,7 @@
 
 mod draw;
 mod full;
+mod intruder;
 pub mod lab;
 mod ledger;
 mod program;

@@ -12,7 +12,7 @@ use roce_verbs::{
 use crate::{
     draw::{Places, ProgramPlan},
     ledger::{Ledger, content},
-    tester::{Tester, TesterPlan},
+    tester::{Rules, Tester, TesterPlan},
 };
 
 /// Portal of memory that peers PUT into, each its own, found by its NID; of memory that they GET from; and one where nothing is.
@@ -20,6 +20,8 @@ const SINKS: u32 = 10;
 const SOURCE: u32 = 11;
 const NOTHING: u32 = 12;
 const BITS: u64 = 0x1234_5678_9abc_def0;
+/// Match bits from which on they are for replies and data of selftest, by the stamps of its clients.
+const REPLIES: u64 = 1 << 62;
 /// Time for which a place is left alone after a PUT that has failed: it may still come.
 const REST: u64 = 200 * SEC;
 /// Bytes that a ping may bring.
@@ -35,6 +37,7 @@ pub(crate) struct Env<'a> {
     pub(crate) restarted: &'a BTreeSet<Nid>,
     /// No operation may fail, and no connection end.
     pub(crate) strict: bool,
+    pub(crate) intruder: Option<Nid>,
 }
 
 /// Operation of a program.
@@ -71,6 +74,8 @@ pub(crate) struct Side {
     places: BTreeMap<(Nid, usize), u64>,
     begins_at: u64,
     tester: Tester,
+    /// See [`taken`](Self::taken).
+    taken: BTreeSet<u64>,
 }
 
 /// Number of the content of a host's memory for GETs.
@@ -82,11 +87,11 @@ impl Side {
     pub(crate) fn start(
         mut node: Node,
         (plan, tester): (ProgramPlan, Option<TesterPlan>),
-        room: Places,
+        (room, rules): (Places, Rules),
         now: Instant,
         hosts: &[Nid],
     ) -> Self {
-        let tester = Tester::start(&mut node, now, tester);
+        let tester = Tester::start(&mut node, now, (tester, rules));
         let entry = |portal, from, options, memory| Entry {
             portal,
             from,
@@ -115,6 +120,7 @@ impl Side {
             places: BTreeMap::new(),
             begins_at: now.as_nanos(),
             tester,
+            taken: BTreeSet::new(),
         }
     }
 
@@ -123,11 +129,33 @@ impl Side {
         self.plan.operations == 0 && self.jobs.is_empty() && self.tester.is_done()
     }
 
+    /// Remembers replies and data of a stranger, unless the request for them may be lost.
+    fn note_taken(&mut self, output: &Output, env: &Env<'_>) {
+        match output {
+            Output::Served(served, _) if Some(served.from) == env.intruder && served.match_bits >= REPLIES => {
+                self.taken.insert(served.match_bits);
+            }
+            Output::Down(peer, _) if Some(*peer) == env.intruder => self.taken.clear(),
+            _ => {}
+        }
+    }
+
+    /// Match bits of replies and data that a stranger has sent, and that were taken.
+    pub(crate) const fn taken(&self) -> &BTreeSet<u64> {
+        &self.taken
+    }
+
+    /// Returns whether no request of selftest is under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.tester.is_idle()
+    }
+
     /// Everything that can be done now.
     pub(crate) fn work(&mut self, cx: &mut Cx<'_>, env: &mut Env<'_>) -> Check {
         let now = cx.now.as_nanos();
         self.tester.work(&mut self.node, cx.now, env.coverage)?;
         while let Some(output) = self.node.poll_output() {
+            self.note_taken(&output, env);
             if self.tester.output(&mut self.node, cx.now, &output) {
                 continue;
             }
@@ -164,6 +192,8 @@ impl Side {
         }
         self.tester.work(&mut self.node, cx.now, env.coverage)?;
         self.check_credits(env)?;
+        let others = self.node.jobs() - self.jobs.len();
+        self.tester.check(others, env.hosts, env.coverage)?;
         while self.plan.operations > 0 && self.begins_at <= now && self.jobs.len() < self.plan.at_once {
             self.begin(cx.now, env)?;
             self.plan.operations -= 1;

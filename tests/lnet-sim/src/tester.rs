@@ -1,6 +1,7 @@
 //! Host's part in selftest: it serves, and in some runs is the console of a test of others.
 
 use core::time::Duration;
+use std::collections::BTreeMap;
 
 use lnet::{
     Failure, Node, Output,
@@ -10,12 +11,36 @@ use lnet::{
         proto::{Body, Message, Parameters, Pattern},
     },
 };
-use roce_sim::{Check, Coverage, MS, Rng};
+use roce_sim::{Check, Coverage, MS, Rng, SEC};
 use roce_verbs::Instant;
 
 /// Questions whether the batch runs, and the time between two.
 const QUESTIONS: u32 = 5;
 const PAUSE: u64 = 10 * MS;
+/// Time in which a session can't have ended for want of requests.
+const FRESH: u64 = 90 * SEC;
+/// Operations of selftest at most: requests of three peers, units of tests, and what is left of those that were canceled.
+const MAX_JOBS: usize = 150;
+
+/// Settings of targets: as many requests of a peer, and tests, as a stranger reaches.
+fn target_config() -> TargetConfig {
+    TargetConfig {
+        max_requests: 16,
+        max_bulk: 1 << 20,
+        max_units: 64,
+        max_unit_bytes: 4 << 20,
+        ..TargetConfig::default()
+    }
+}
+
+/// Strangers of a run, and what they must not reach.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rules {
+    /// Stranger with a node.
+    pub(crate) intruder: Option<Nid>,
+    /// Nobody can end a session but its console.
+    pub(crate) sessions_are_safe: bool,
+}
 
 /// Step of a console.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -44,10 +69,13 @@ pub(crate) struct TesterPlan {
 
 impl TesterPlan {
     /// `None`: the host is no console. A client tests another node.
-    pub(crate) fn draw(own: usize, hosts: &[Nid], rng: &mut Rng) -> Option<Self> {
+    pub(crate) fn draw(own: usize, hosts: &[Nid], intruder: Option<Nid>, rng: &mut Rng) -> Option<Self> {
         let client = hosts[(own + 1 + rng.index(hosts.len() - 1)) % hosts.len()];
         let others: Vec<Nid> = hosts.iter().copied().filter(|nid| *nid != client).collect();
-        let server = others[rng.index(others.len())];
+        let mut server = others[rng.index(others.len())];
+        if let Some(intruder) = intruder.filter(|_| rng.chance(0.2)) {
+            server = intruder;
+        }
         let parameters = match rng.chance(0.3) {
             true => Parameters::Ping { size: 0, flags: 0 },
             false => Parameters::Bulk {
@@ -64,7 +92,9 @@ impl TesterPlan {
             loops: Some(rng.pick(&[1, 3, 20])),
             concurrency: rng.pick(&[1, 2, 5]),
             stop_on_error: rng.chance(0.5),
-            nodes: vec![server],
+            nodes: core::iter::once(server)
+                .chain(intruder.filter(|_| rng.chance(0.3)))
+                .collect(),
         };
         let plan = Self {
             client,
@@ -74,6 +104,15 @@ impl TesterPlan {
             force: rng.chance(0.3),
         };
         rng.chance(0.3).then_some(plan)
+    }
+
+    /// Node that a step is for.
+    const fn peer(&self, step: Step) -> Nid {
+        match step {
+            Step::Make(peer) | Step::Debug(peer) | Step::Stat(peer) | Step::Remove(peer) => peer,
+            Step::AddServer => self.server,
+            Step::AddClient | Step::Run | Step::Query(_) | Step::Stop => self.client,
+        }
     }
 
     fn steps(&self) -> Vec<Step> {
@@ -105,22 +144,27 @@ pub(crate) struct Tester {
     own: Nid,
     steps: Vec<Step>,
     waits: Option<(CallId, Step)>,
+    /// Nodes that have joined the session, and when they answered last.
+    joined: BTreeMap<Nid, u64>,
+    rules: Rules,
     goes_on_at: u64,
 }
 
 impl Tester {
-    pub(crate) fn start(node: &mut Node, now: Instant, plan: Option<TesterPlan>) -> Self {
-        let stamp = now.as_nanos() >> 16;
+    pub(crate) fn start(node: &mut Node, now: Instant, (plan, rules): (Option<TesterPlan>, Rules)) -> Self {
+        let stamp = now.as_nanos() >> 16 & ((1 << 14) - 1);
         let client = Client::new(Duration::from_secs(20), stamp | 1 << 15);
         let nid = node.nid();
         Self {
-            target: Target::attach(node, TargetConfig::default(), stamp & !(1 << 15)).expect("memory"),
+            target: Target::attach(node, target_config(), stamp | 1 << 14).expect("memory"),
             console: Console::new(client, nid, stamp, "sim"),
             // The console itself may be the server, which has no connection to itself.
             steps: plan.as_ref().map(TesterPlan::steps).unwrap_or_default(),
             plan,
             own: nid,
             waits: None,
+            joined: BTreeMap::new(),
+            rules,
             goes_on_at: now.as_nanos(),
         }
     }
@@ -144,6 +188,31 @@ impl Tester {
         let goes_on = goes_on.then(|| Instant::from_nanos(self.goes_on_at));
         let timeouts = [goes_on, self.console.next_timeout(), self.target.next_timeout()];
         timeouts.into_iter().flatten().min()
+    }
+
+    /// Checks that strangers have not got at more than they may.
+    pub(crate) fn check(&self, jobs: usize, hosts: &[Nid], coverage: &mut Coverage) -> Check {
+        let limits = target_config();
+        for peer in hosts.iter().copied().chain(self.rules.intruder) {
+            let (requests, bytes) = self.target.load(peer);
+            if requests > limits.max_requests || bytes > limits.max_bulk {
+                return Err(format!("{requests} requests of {peer} with {bytes} bytes"));
+            }
+            coverage.note_if(
+                "selftest: as many requests of a peer as may be",
+                requests == limits.max_requests,
+            );
+            coverage.note_if("selftest: as much data of a peer as may be", bytes == limits.max_bulk);
+        }
+        match jobs <= MAX_JOBS {
+            true => Ok(()),
+            false => Err(format!("{jobs} operations of selftest")),
+        }
+    }
+
+    /// Returns whether no request is under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.target.is_idle() && self.console.pending() == 0
     }
 
     /// Goes on with the test.
@@ -196,13 +265,24 @@ impl Tester {
         result: &Result<Message, CallError>,
         coverage: &mut Coverage,
     ) -> Check {
+        let peer = self.plan.as_ref().map_or(self.own, |plan| plan.peer(step));
+        let is_stranger = self.rules.intruder == Some(peer);
+        let is_joined = |at: &u64| now.as_nanos() < at + FRESH;
+        let is_joined = self.joined.get(&peer).is_some_and(is_joined);
         let reply = match result {
             Ok(reply) if reply.body.status() == Some(0) => reply,
             Ok(reply) => {
                 coverage.note("selftest: refused");
                 return match reply.body.status() {
-                    // EINVAL, EPROTO, EBADMSG: never for what is right.
-                    Some(22 | 71 | 74) => Err(format!("{step:?}: {reply:?}")),
+                    _ if is_stranger => {
+                        self.leave(step);
+                        Ok(())
+                    }
+                    _ if is_joined && self.rules.sessions_are_safe => {
+                        Err(format!("{step:?} is refused after {peer} has joined: {reply:?}"))
+                    }
+                    // EINVAL, EPROTO, EBADMSG: never for what is right, but in a session that another console has made.
+                    Some(22 | 71 | 74) if self.rules.intruder.is_none() => Err(format!("{step:?}: {reply:?}")),
                     _ => {
                         self.leave(step);
                         Ok(())
@@ -214,8 +294,17 @@ impl Tester {
                 self.leave(step);
                 return Ok(());
             }
+            Err(_) if is_stranger => {
+                coverage.note("selftest: wrong reply of a stranger");
+                self.leave(step);
+                return Ok(());
+            }
             Err(why) => return Err(format!("{step:?}: {why}")),
         };
+        let is_member = matches!(step, Step::Make(_)) || is_joined;
+        if is_member && !matches!(step, Step::Remove(_)) {
+            self.joined.insert(peer, now.as_nanos());
+        }
         match (step, reply.body) {
             (Step::Query(left), Body::BatchReply { active: 1.., .. }) if left > 1 => {
                 coverage.note("selftest: batch runs");

@@ -14,10 +14,11 @@ use roce_verbs::provider::Cx;
 use crate::{
     LnetStats,
     draw::{Draw, Places, ProgramPlan},
+    intruder::Intruder,
     ledger::Ledger,
     program::{Env, Side, Turn},
     stranger,
-    tester::TesterPlan,
+    tester::{Rules, TesterPlan},
 };
 
 /// Event that is none of the network's.
@@ -51,6 +52,9 @@ pub(crate) struct World {
     dies: bool,
     strict: bool,
     places: Places,
+    rules: Rules,
+    /// Stranger with a node, on the host behind the others.
+    intruder: Option<Intruder>,
     /// Hosts that have started again.
     restarted: BTreeSet<Nid>,
     quiet: bool,
@@ -63,18 +67,26 @@ impl World {
         let scenario = &draw.scenario;
         let link = |rng: &mut Rng| Link::new(scenario.link(rng));
         let lan = Lan::new(&draw.hosts, 1, link, Rng::new(seed, 71), trace);
-        let count = draw.hosts.len();
+        let count = draw.configs.len();
         let nid = |addr: IpAddr| match addr {
             IpAddr::V4(addr) => Nid::o2ib(addr),
             IpAddr::V6(_) => unreachable!("hosts have IPv4 addresses"),
         };
-        let hosts: Vec<Nid> = draw.hosts.iter().map(|(host, ..)| nid(host.addr)).collect();
+        let mut hosts: Vec<Nid> = draw.hosts.iter().map(|(host, ..)| nid(host.addr)).collect();
+        let intruder = hosts.get(count).copied();
+        hosts.truncate(count);
         let mut tests = Rng::new(seed, 74);
         let tester = |(own, plan)| {
-            let tester = TesterPlan::draw(own, &hosts, &mut tests);
+            let tester = TesterPlan::draw(own, &hosts, intruder, &mut tests);
             (plan, tester.filter(|_| !draw.strict))
         };
-        let plans = draw.programs.into_iter().enumerate().map(tester).collect();
+        let plans: Vec<_> = draw.programs.into_iter().enumerate().map(tester).collect();
+        let consoles = plans.iter().filter(|(_, tester)| tester.is_some()).count();
+        let uses_force = draw.intruder.is_some_and(|intruder| intruder.uses_force);
+        let rules = Rules {
+            intruder,
+            sessions_are_safe: consoles <= 1 && !uses_force && !draw.dies,
+        };
         let mut world = Self {
             empty: lan.nodes.iter().map(|node| node.fabric.usage()).collect(),
             lan,
@@ -89,12 +101,20 @@ impl World {
             dies: draw.dies,
             strict: draw.strict,
             places: draw.places,
+            rules,
+            intruder: None,
             restarted: BTreeSet::new(),
             quiet: false,
             stopping: false,
         };
         for host in 0..count {
             world.start(host).expect("a node listens");
+        }
+        if let (Some(plan), Some(nid)) = (draw.intruder, intruder) {
+            let node = world.listen(count, Config::default(), nid).expect("a node listens");
+            let intruder = Intruder::start(node, plan, &world.hosts, Rng::new(seed, 75));
+            world.intruder = Some(intruder);
+            world.lan.want_turn(count, 0);
         }
         let end = draw.scenario.chaos_end.max(2 * SEC);
         for _ in 0..draw.troubles {
@@ -109,7 +129,7 @@ impl World {
         world
     }
 
-    fn start(&mut self, host: usize) -> Check {
+    fn listen(&mut self, host: usize, config: Config, nid: Nid) -> Result<Node, String> {
         let now = self.lan.instant();
         let mut random = self.rng.source();
         let mut provider = self.lan.nodes[host].provider(now);
@@ -119,9 +139,14 @@ impl World {
             random: &mut random,
         };
         let incarnation = 1 + now.as_nanos() / 1000;
-        let node = Node::listen(&mut cx, self.configs[host].clone(), self.hosts[host], incarnation);
-        let node = node.map_err(|e| e.to_string())?;
-        let side = Side::start(node, self.plans[host].clone(), self.places, now, &self.hosts);
+        Node::listen(&mut cx, config, nid, incarnation).map_err(|e| e.to_string())
+    }
+
+    fn start(&mut self, host: usize) -> Check {
+        let now = self.lan.instant();
+        let node = self.listen(host, self.configs[host].clone(), self.hosts[host])?;
+        let limits = (self.places, self.rules);
+        let side = Side::start(node, self.plans[host].clone(), limits, now, &self.hosts);
         self.sides[host] = Some(side);
         self.lan.want_turn(host, self.lan.now);
         Ok(())
@@ -131,17 +156,43 @@ impl World {
     fn rest(&mut self) -> Check {
         self.pass(400 * SEC)?;
         self.check_ledgers()?;
+        self.check_taken()?;
+        let busy = self.sides.iter().flatten().find(|side| !side.is_idle());
+        if let Some(side) = busy {
+            return Err(format!("requests of selftest do not end: {}", side.situation()));
+        }
         (self.stopping, self.strict) = (true, false);
-        for host in 0..self.sides.len() {
+        if let Some(intruder) = &mut self.intruder {
+            intruder.leave();
+        }
+        for host in 0..self.lan.nodes.len() {
             self.lan.want_turn(host, self.lan.now);
         }
         self.pass(400 * SEC)?;
+        if self.intruder.as_ref().is_some_and(|intruder| !intruder.is_gone()) {
+            return Err("the stranger's node does not end".into());
+        }
         for (host, side) in self.sides.iter().enumerate() {
             if side.as_ref().is_some_and(|side| !side.node.is_stopped()) {
                 return Err(format!("the node of host {host} does not end"));
             }
         }
         self.lan.check_usage(&self.empty)
+    }
+
+    /// Hosts have taken answers of the stranger only to what they have asked it.
+    fn check_taken(&self) -> Check {
+        let Some(intruder) = &self.intruder else { return Ok(()) };
+        let taken = self.sides.iter().flatten().flat_map(|side| {
+            let by = side.node.nid();
+            side.taken().iter().map(move |bits| (by, *bits))
+        });
+        match taken.into_iter().find(|(by, bits)| !intruder.was_asked(*by, *bits)) {
+            Some((by, bits)) => Err(format!(
+                "{by} takes an answer of a stranger to another node: match bits {bits:#x}"
+            )),
+            None => Ok(()),
+        }
     }
 
     /// All credits are at either side of a connection, when nothing is on its way.
@@ -191,7 +242,7 @@ impl World {
         self.lan.receive(host);
         let now = self.lan.instant();
         let mut next = None;
-        if let Some(side) = &mut self.sides[host] {
+        if let Some(Some(side)) = self.sides.get_mut(host) {
             let mut random = self.rng.source();
             let env = Env {
                 ledger: &mut self.ledger,
@@ -200,6 +251,7 @@ impl World {
                 hosts: &self.hosts,
                 restarted: &self.restarted,
                 strict: self.strict,
+                intruder: self.rules.intruder,
             };
             let mut turn = Turn { side, env };
             next = of_host(&mut self.lan.nodes[host], now, &mut random, &mut turn)?;
@@ -211,6 +263,10 @@ impl World {
                     random: &mut random,
                 });
             }
+        }
+        if let Some(intruder) = self.intruder.as_mut().filter(|_| host == self.hosts.len()) {
+            let random = &mut self.rng.source();
+            next = of_host(&mut self.lan.nodes[host], now, random, intruder)?;
         }
         self.note_full();
         self.lan.nodes[host].lag.check()?;
@@ -224,7 +280,7 @@ impl World {
     }
 
     fn trouble(&mut self) -> Check {
-        let hosts = self.lan.nodes.len();
+        let hosts = self.hosts.len();
         let host = self.chaos.index(hosts);
         let other = (host + 1 + self.chaos.index(hosts - 1)) % hosts;
         let pause = self.chaos.range(MS, 3 * SEC);
@@ -283,6 +339,7 @@ impl World {
             hosts: &self.hosts,
             restarted: &self.restarted,
             strict: self.strict,
+            intruder: self.rules.intruder,
         };
         self.plans[host] = side.die(&mut env)?;
         self.lan.kill(host);
@@ -292,6 +349,9 @@ impl World {
 
     fn enter_quiet(&mut self) {
         self.quiet = true;
+        if let Some(intruder) = &mut self.intruder {
+            intruder.be_quiet();
+        }
         for link in self.lan.links() {
             link.faults = Faults::quiet(link.faults);
             (link.cut, link.lag) = (false, 0);
@@ -376,6 +436,10 @@ impl Simulation for World {
     }
 
     fn into_counts(self) -> LnetStats {
+        let mut coverage = self.coverage.runs();
+        if let Some(intruder) = &self.intruder {
+            Coverage::sum(&mut coverage, &intruder.coverage.runs());
+        }
         LnetStats {
             runs: 1,
             packets: self.lan.packets,
@@ -384,7 +448,7 @@ impl Simulation for World {
             done: self.ledger.done,
             simulated_ns: self.lan.now,
             trace_hash: self.lan.trace.hash() ^ self.ledger.done,
-            coverage: self.coverage.runs(),
+            coverage,
         }
     }
 }

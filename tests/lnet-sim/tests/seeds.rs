@@ -26,10 +26,19 @@ fn some_nodes_and_programs() {
         "no place for an answer left",
         "ping",
         "process that stands still",
+        "selftest: as many requests of a peer as may be",
         "selftest: batch runs",
         "selftest: data fetched",
         "selftest: data sent",
         "selftest: session removed",
+        "stranger: damaged request",
+        "stranger: flood",
+        "stranger: guessed match bits",
+        "stranger: large test",
+        "stranger: repeated request",
+        "stranger: request for data",
+        "stranger: request of a host",
+        "stranger: request to the framework",
     ] {
         assert!(total.coverage.contains_key(what), "no {what} in 40 runs: {total:?}");
     }

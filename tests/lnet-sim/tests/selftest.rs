@@ -277,7 +277,11 @@ fn a_session_is_of_one_console_and_ends_when_nobody_asks() {
     assert_eq!(status(removed), 16);
     let stat = reply_to(&mut lab, CONSOLE, |c, n, now| c.stat(n, now, nid(CLIENT)).unwrap());
     assert_eq!(status(stat), 3);
-    lab.pass(99 * SEC).unwrap();
+    lab.pass(60 * SEC).unwrap();
+    // Nobody else keeps it.
+    let debug = reply_to(&mut lab, CONSOLE, |c, n, now| c.debug(n, now, nid(CLIENT)).unwrap());
+    assert_eq!(status(debug), 0);
+    lab.pass(39 * SEC).unwrap();
     assert!(lab.host(CLIENT).target.session().is_some());
     lab.pass(2 * SEC).unwrap();
     assert!(lab.host(CLIENT).target.session().is_none());
@@ -309,6 +313,23 @@ fn what_can_not_be_is_refused_and_a_lost_reply_times_out() {
         c.add_client(n, now, nid(CLIENT), &many).unwrap()
     });
     assert_eq!(status(added), 12, "more memory than a session may have");
+}
+
+#[test]
+fn a_test_of_a_node_in_another_network_ends() {
+    let mut lab = lab();
+    let elsewhere = TestPlan {
+        nodes: vec![lnet::proto::Nid::new(lnet::proto::NET_TCP, 0, nid(SERVER).address())],
+        ..plan(bulk(Body::READ, 512), None)
+    };
+    prepare(&mut lab, &elsewhere);
+    assert_eq!(batch(&mut lab, Body::RUN, 0), (0, 0));
+    assert_eq!(batch(&mut lab, Body::QUERY, 0), (0, 0));
+    let Body::StatReply { framework, .. } = stat(&mut lab, CLIENT) else {
+        panic!()
+    };
+    assert_eq!(framework.bulk_errors, 3, "one of each unit");
+    remove(&mut lab);
 }
 
 /// A client that sends requests by hand.
