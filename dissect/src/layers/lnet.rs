@@ -5,26 +5,24 @@ use ::lnet::{
         Body, Checksum, Completion, ConnParams, HEAD_LEN, Handle, LnetHdr, MAGIC, Message as Kib, MsgType, Operation,
         PingInfo, ProtoError, RdmaDesc, STATUS_DOWN, STATUS_UP, VERSION_1, peek,
     },
-    selftest,
+    selftest::proto::{MAGIC as SELFTEST, Message},
 };
 use roce_bth::{Class, Reth};
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::other::base;
+use super::{other::base, selftest};
 use crate::{
     conns::{Conn, Direction},
     credits::{Credits, takes_credit},
     cx::{Cx, Found},
     exchange::{ExchangeId, Key, Note, Number, Scope},
     field::{Base, Field, Layer},
-    flow::Message,
+    flow,
 };
 
 const NAME: &str = "LNet";
 /// Fragments of a descriptor that are shown.
 const MAX_SHOWN: usize = 16;
-/// Beginning of messages of `lnet_selftest`.
-const SELFTEST: [u8; 4] = selftest::proto::MAGIC.to_le_bytes();
 
 /// Key of a cookie that this direction's sender made.
 fn cookie_key(cx: &Cx<'_>, maker: Direction, cookie: u64) -> Key {
@@ -52,7 +50,7 @@ pub(crate) fn rdma(cx: &Cx<'_>, reth: &Reth) -> Option<ExchangeId> {
 }
 
 /// Dissects the data of a transfer.
-fn data(cx: &Cx<'_>, message: &Message<'_>, base: Base) -> Found {
+fn data(cx: &Cx<'_>, message: &flow::Message<'_>, base: Base) -> Found {
     let open = message
         .reth
         .and_then(|reth| cx.exchanges.get(memory_key(cx, reth.rkey.0)));
@@ -86,7 +84,7 @@ pub(crate) fn begin_send(cx: &mut Cx<'_>, payload: &[u8]) -> ExchangeId {
 }
 
 /// Dissects a message of the transport.
-pub(crate) fn message(cx: &mut Cx<'_>, message: &Message<'_>) -> Found {
+pub(crate) fn message(cx: &mut Cx<'_>, message: &flow::Message<'_>) -> Found {
     let (at, base) = (message.origin(), base(message));
     if message.class == Class::Write {
         return data(cx, message, base);
@@ -428,7 +426,12 @@ fn operation_fields(fields: &mut Vec<Field>, operation: &Operation, at: usize) {
     }
 }
 
-/// Appends the data of a message: ping information, or a message of the self test, or bytes.
+/// Returns whether data begins as a message of lnet_selftest, in either byte order.
+fn has_selftest_magic(data: &[u8]) -> bool {
+    data.starts_with(&SELFTEST.to_le_bytes()) || data.starts_with(&SELFTEST.to_be_bytes())
+}
+
+/// Appends the data of a message: ping information, or a message of lnet_selftest, or bytes.
 fn payload(layer: &mut Layer, summary: &mut String, data: &[u8], at: usize) {
     if data.is_empty() {
         return;
@@ -441,12 +444,18 @@ fn payload(layer: &mut Layer, summary: &mut String, data: &[u8], at: usize) {
         layer.fields.push(field);
         return;
     }
-    let name = if data.starts_with(&SELFTEST) {
-        "self test message"
-    } else {
-        "payload"
-    };
-    layer.fields.push(Field::bytes(name, data, at));
+    match Message::parse(data) {
+        Ok(message) => {
+            let field = selftest::field(&message, data, at);
+            *summary += &format!(", selftest {}", field.value);
+            layer.fields.push(field);
+        }
+        Err(_) if !has_selftest_magic(data) => layer.fields.push(Field::bytes("payload", data, at)),
+        Err(why) => {
+            *summary += &format!(", {why}");
+            layer.fields.push(Field::not_understood(why, data, at));
+        }
+    }
 }
 
 fn ping(info: &PingInfo<'_>, data: &[u8], at: usize) -> Field {

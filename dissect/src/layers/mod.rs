@@ -9,3 +9,4 @@ pub(crate) mod private;
 pub(crate) mod rds;
 pub(crate) mod rnbd;
 pub(crate) mod rtrs;
+mod selftest;

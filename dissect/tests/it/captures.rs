@@ -143,6 +143,23 @@ fn rdma_of_rds_is_named() {
     assert_eq!(count(&rds, "data by WRITE, 8192 bytes"), 1);
 }
 
+/// Messages of a session of lnet_selftest with one test, of two requests.
+fn selftest_messages_are_named(summaries: &[String], test: &str, requests: [&str; 2]) {
+    for service in ["make session", "remove session", "statistics", "test"] {
+        let named = |kind: &str| count(summaries, &format!("selftest {service} {kind}"));
+        assert_eq!((named("request"), named("reply, status 0")), (1, 1), "{service}");
+    }
+    for request in requests {
+        assert!(
+            count(summaries, &format!("selftest {test} request: {request}")) > 0,
+            "{summaries:#?}"
+        );
+    }
+    let named = |kind: &str| count(summaries, &format!("selftest {test} {kind}"));
+    assert_eq!((named("request"), named("reply, status 0")), (2, 2));
+    assert_eq!(count(summaries, "selftest"), 12);
+}
+
 #[test]
 fn lnet_messages_have_the_kernels_names() {
     let of = |name: &str| summaries(&dissect(&format!("lnet/{name}.pcap")), "LNet");
@@ -164,10 +181,14 @@ fn lnet_messages_have_the_kernels_names() {
     for kind in ["PUT_REQ", "PUT_ACK", "PUT_DONE"] {
         assert_eq!(count(&read, kind), 1, "{kind}");
     }
-    assert_eq!(count(&read, "65536 bytes"), 4, "{read:#?}");
+    let data = count(&read, "65536 bytes") - count(&read, "read 65536 bytes");
+    assert_eq!(data, 4, "{read:#?}");
+    assert_eq!(count(&read, "selftest bulk request: read 65536 bytes"), 1);
     let write = of("brw-write-3984");
     assert_eq!((count(&write, "GET_REQ"), count(&write, "GET_DONE")), (1, 1));
     assert_eq!(count(&of("keepalive"), "NOOP"), 2);
+    selftest_messages_are_named(&of("selftest-ping"), "ping", ["number 0", "number 1"]);
+    selftest_messages_are_named(&of("brw-write-4k"), "bulk", ["write 4096 bytes"; 2]);
     assert_eq!(count(&of("peer-credits-8-42"), "CONNACK, queue depth 8"), 1);
     assert_eq!(
         count(&of("restart-killed"), "reject: wrong incarnation (CONN_STALE)"),

@@ -404,6 +404,21 @@ impl Body {
         })
     }
 
+    /// Service that a reply is from; `None`: it is a request.
+    pub const fn replier(&self) -> Option<Service> {
+        Some(match self {
+            Self::SessionMade { .. } => Service::MakeSession,
+            Self::SessionRemoved { .. } => Service::RemoveSession,
+            Self::BatchReply { .. } => Service::Batch,
+            Self::StatReply { .. } => Service::Stat,
+            Self::TestReply { .. } => Service::Test,
+            Self::DebugReply { .. } => Service::Debug,
+            Self::BulkReply { .. } => Service::Bulk,
+            Self::PingReply { .. } => Service::Ping,
+            _ => return None,
+        })
+    }
+
     /// Match bits of a request for its reply and its data; `None`: it is a reply.
     pub(super) const fn bits(&mut self) -> Option<(&mut u64, Option<&mut u64>)> {
         Some(match self {
