@@ -3,6 +3,7 @@
 mod figure;
 mod inner;
 mod link;
+mod lnet;
 mod markdown;
 mod plot;
 mod progress;
@@ -40,7 +41,7 @@ pub(crate) struct PageArgs {
     #[arg(long, value_parser = seconds)]
     seconds: Option<f64>,
     /// Measure only this part; may be repeated. Parts: bulk, latency, ack, one-sided, programs, operations, sizes, tcp, rds,
-    /// recovery, loss, sharing, scale, shards, block, rxe, instructions
+    /// lnet, recovery, loss, sharing, scale, shards, block, rxe, instructions
     #[arg(long, value_name = "PART")]
     only: Vec<String>,
     /// Write the figures of all rounds to a JSON file
@@ -84,7 +85,7 @@ impl PageArgs {
 }
 
 /// Name, title, description and plot of each part.
-const PARTS: [(&str, &str, &str, Form); 17] = [
+const PARTS: [(&str, &str, &str, Form); 18] = [
     (
         "bulk",
         "Bandwidth",
@@ -152,6 +153,13 @@ const PARTS: [(&str, &str, &str, Form); 17] = [
         "Messages one way between two unmodified programs on loopback (`tests/apps/c/flow.c`): `AF_RDS` sockets under \
          `ferroce run`, with a node for either side, compared with UDP and TCP sockets. Of UDP what has come counts; \
          RDS and TCP lose nothing.",
+        Form::Bars,
+    ),
+    (
+        "lnet",
+        "LNet",
+        "Bulk tests of lnet_selftest on loopback, 1 MiB a request, 8 requests at a time: `ferroce lnet selftest` with \
+         `ferroce lnet serve`, two processes, compared with 1 MiB WRITEs in one process (`ferroce bench write`).",
         Form::Bars,
     ),
     (
@@ -304,6 +312,7 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
         "tcp" => tcp::tcp(ferroce, args),
         "sizes" => tcp::sizes(ferroce, args, scratch),
         "rds" => rds::rds(ferroce, args, scratch),
+        "lnet" => lnet::lnet(ferroce, args),
         "shards" => {
             let mut figures = shards::engines(ferroce, args)?;
             figures.extend(shards::loops(ferroce, args, scratch)?);
