@@ -132,6 +132,8 @@ enum Step {
     /// Counters; with the last ones the node leaves.
     Counters(bool),
     Leave,
+    /// Leave of a node that may have joined, of which no reply has come.
+    Forget,
 }
 
 /// See the module.
@@ -266,12 +268,13 @@ impl Run {
                 console.add_server(node, now, peer, (&plan, requests))
             }
             Step::Counters(_) => console.stat(node, now, peer),
-            Step::Leave => console.remove_session(node, now, peer),
+            Step::Leave | Step::Forget => console.remove_session(node, now, peer),
         };
         match asked {
             Ok(id) => {
                 self.steps.insert(id, (peer, step));
             }
+            Err(_) if step == Step::Forget => {}
             Err(why) => self.lost(peer, step, CallError::from(why).into()),
         }
     }
@@ -280,7 +283,7 @@ impl Run {
         self.out.push_back(RunEvent::Lost(peer, why));
         match step {
             // It has no session, or none that could be ended.
-            Step::Join | Step::Leave => {
+            Step::Join | Step::Leave | Step::Forget => {
                 self.joined.remove(&peer);
             }
             Step::Prepare | Step::Counters(_) => {}
@@ -289,6 +292,15 @@ impl Run {
 
     fn replied(&mut self, node: &mut Node, now: Instant, (peer, step): (Nid, Step), result: Result<Body, CallError>) {
         match (step, judged(result)) {
+            (Step::Forget, _) => {}
+            (Step::Join, Err(why)) => {
+                let is_late = why == RunError::Call(CallError::Timeout);
+                self.lost(peer, step, why);
+                // It may have got the request. One that is not connected has not.
+                if is_late && node.connections().any(|conn| conn.peer == peer && conn.is_established) {
+                    self.step(node, now, peer, Step::Forget);
+                }
+            }
             (step, Err(why)) => self.lost(peer, step, why),
             (Step::Join, Ok(_)) => {
                 self.joined.insert(peer, false);
@@ -330,7 +342,7 @@ impl Run {
         }
         let is_asking = !self.steps.is_empty();
         match self.phase {
-            Phase::Preparing if !is_asking => self.begin(node, now),
+            Phase::Preparing if self.steps.values().all(|(_, step)| *step == Step::Forget) => self.begin(node, now),
             Phase::Running if self.session.query(BATCH, 0) == Ok(0) && self.client.is_empty() => self.leave(node, now),
             Phase::Leaving if !is_asking && !self.joined.is_empty() => self.leave(node, now),
             Phase::Leaving if !is_asking => {

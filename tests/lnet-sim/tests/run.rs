@@ -6,7 +6,7 @@ use ferroce_lnet_sim::lab::{Lab, nid};
 use lnet::{
     Config, Node, Output,
     selftest::{
-        Run, RunCounts, RunError, RunEvent, RunPlan, Target, TargetConfig,
+        CallError, Run, RunCounts, RunError, RunEvent, RunPlan, Target, TargetConfig,
         proto::{Body, Parameters, Pattern},
     },
 };
@@ -22,6 +22,8 @@ struct Host {
     target: Option<Target>,
     run: Option<Run>,
     events: Vec<RunEvent>,
+    /// It does nothing before.
+    sleeps_until: u64,
 }
 
 impl Machines for Host {
@@ -44,6 +46,10 @@ impl Machines for Host {
     }
 
     fn work(&mut self, cx: &mut Cx<'_>) -> Check {
+        if cx.now.as_nanos() < self.sleeps_until {
+            return Ok(());
+        }
+        self.sleeps_until = 0;
         while let Some(output) = self.node.poll_output() {
             let run = self.run.as_mut();
             if run.is_some_and(|run| run.output(&mut self.node, cx.now, &output)) {
@@ -69,7 +75,11 @@ impl Machines for Host {
     fn next_timeout(&self) -> Option<Instant> {
         let run = self.run.as_ref().and_then(Run::next_timeout);
         let target = self.target.as_ref().and_then(Target::next_timeout);
-        [self.node.next_timeout(), run, target].into_iter().flatten().min()
+        let wakes = (self.sleeps_until > 0).then(|| Instant::from_nanos(self.sleeps_until));
+        [self.node.next_timeout(), run, target, wakes]
+            .into_iter()
+            .flatten()
+            .min()
     }
 }
 
@@ -84,6 +94,7 @@ fn lab(targets: u32) -> Lab<Host> {
             target,
             run: None,
             events: Vec::new(),
+            sleeps_until: 0,
         }
     })
 }
@@ -239,6 +250,27 @@ fn nodes_that_take_no_part_are_named_and_the_others_tested() {
         "{events:?}"
     );
     assert_eq!(counts(&lab, 1).done, 3);
+}
+
+#[test]
+fn a_node_that_joins_too_late_is_asked_to_leave() {
+    let mut lab = lab(0b110);
+    lab.at(1, |host, _| host.sleeps_until = 100 * MS);
+    let short = RunPlan {
+        timeout: Duration::from_millis(60),
+        ..plan(bulk(Body::WRITE, 512), Some(1))
+    };
+    start(&mut lab, 0, &short);
+    let events = end(&mut lab, 0);
+    assert_eq!(events[0], RunEvent::Lost(nid(1), RunError::Call(CallError::Timeout)));
+    assert_eq!(names(&events), ["lost", "begun", "counters", "ended"]);
+    assert_eq!(counts(&lab, 0).done, 3);
+    let target = lab.host(1).target.as_ref().unwrap();
+    assert_eq!(
+        (target.counters().received, target.session()),
+        (2, None),
+        "joined, and left"
+    );
 }
 
 #[test]
