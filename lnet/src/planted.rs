@@ -4,7 +4,7 @@
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[cfg_attr(
     not(feature = "planted"),
-    allow(dead_code, reason = "only tests of simulators plant bugs")
+    allow(dead_code, unreachable_pub, reason = "only tests of simulators plant bugs")
 )]
 pub enum Planted {
     /// None.
