@@ -82,7 +82,8 @@ events! {
 
     // Of RDS nodes.
     RdsListening { | dir: String } "programs of this user get RDS sockets by {dir}";
-    RdsOpened { address: IpAddr | } "RDS at {address}";
+    RdsOpened { address: IpAddr | device: Option<String> }
+        "RDS at {address}{}", device.as_ref().map_or(String::new(), |device| format!(" on {device}"));
     RdsNotOpened { address: IpAddr | why: String } "no RDS at {address}: {why}";
     RdsUp { | #[serde(flatten)] of: Pair } "RDS connection {of} is up";
     RdsDown { why: Broken | #[serde(flatten)] of: Pair } "RDS connection {of} is down: {why}";
@@ -185,7 +186,7 @@ impl From<MapNews> for Event {
 impl From<NodeEvent> for Event {
     fn from(event: NodeEvent) -> Self {
         match event {
-            NodeEvent::Opened(address) => Self::RdsOpened { address },
+            NodeEvent::Opened { addr, device } => Self::RdsOpened { address: addr, device },
             NodeEvent::NotOpened { addr: address, why } => Self::RdsNotOpened { address, why },
             NodeEvent::Up(key) => Self::RdsUp { of: key.into() },
             NodeEvent::Down(key, why) => Self::RdsDown { why, of: key.into() },

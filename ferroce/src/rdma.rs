@@ -93,9 +93,14 @@ impl RdmaArgs {
 
     /// Whether an RDMA device that may be used owns the address.
     pub(crate) fn owns(&self, addr: IpAddr) -> Result<bool, Failure> {
+        Ok(self.devices(addr)?.is_some_and(|rdma| rdma.owner(addr).is_some()))
+    }
+
+    /// Opens the RDMA devices, if one that may be used owns the address, or, if that is not specified, if there are any.
+    pub(crate) fn devices(&self, addr: IpAddr) -> Result<Option<Box<dyn Hardware>>, Failure> {
         match self.named()? {
-            None => Ok(false),
-            Some(named) => Ok(found(&named, &[addr])?.is_some_and(|rdma| rdma.owner(addr).is_some())),
+            None => Ok(None),
+            Some(named) => found(&named, &[addr]),
         }
     }
 

@@ -70,6 +70,20 @@ pub fn ferroce() -> &'static Path {
     })
 }
 
+/// Compiles a C file of the repository into `dir`.
+///
+/// # Panics
+/// Without a C compiler.
+pub fn compiled(dir: &Path, source: &str) -> PathBuf {
+    let program = dir.join("program");
+    let status = Command::new("cc")
+        .args(["-Wall", "-O2", "-o"])
+        .args([&program, &root().join(source)])
+        .status();
+    assert!(status.is_ok_and(|status| status.success()), "a C compiler");
+    program
+}
+
 /// Waits until something is so.
 ///
 /// # Panics

@@ -15,7 +15,7 @@ use clap::{Args, Subcommand};
 use lnet_host::{Config, LnetNode, Nid, NodeOptions};
 use roce::iface;
 
-use crate::output::Failure;
+use crate::{output::Failure, rdma::RdmaArgs};
 
 #[derive(Args)]
 pub(crate) struct LnetCommand {
@@ -42,7 +42,7 @@ pub(crate) fn run(args: &LnetCommand) -> Result<(), Failure> {
     }
 }
 
-/// Parameters of connections that are offered and accepted.
+/// Parameters of connections that are offered and accepted, and their device.
 #[derive(Args)]
 struct Offer {
     /// Queue depth of connections at most: `peer_credits` of ko2iblnd
@@ -51,6 +51,8 @@ struct Offer {
     /// Fragments of a descriptor at most
     #[arg(long, value_name = "N", default_value_t = 257, value_parser = clap::value_parser!(u16).range(1..=257))]
     fragments: u16,
+    #[command(flatten)]
+    rdma: RdmaArgs,
 }
 
 impl Offer {
@@ -65,9 +67,10 @@ impl Offer {
 }
 
 /// Opens a node.
-fn open(options: NodeOptions) -> Result<LnetNode, Failure> {
+fn open(options: NodeOptions, offer: &Offer) -> Result<LnetNode, Failure> {
     let nid = options.nid;
-    LnetNode::open(options).map_err(|e| {
+    let rdma = offer.rdma.devices(nid.address().into())?;
+    LnetNode::open_on(options, rdma).map_err(|e| {
         let hint = match e.kind() {
             io::ErrorKind::AddrInUse => {
                 "; another program has RoCE there (`ferroce lnet serve`, `ferroce run`, or the kernel's rdma_rxe)"

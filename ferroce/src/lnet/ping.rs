@@ -104,7 +104,7 @@ pub(super) fn run(args: &PingArgs) -> Result<(), Failure> {
         node = node.filter(|node| node.nid() == source);
         let node = match &node {
             Some(node) => node,
-            None => node.insert(open(options(args, source))?),
+            None => node.insert(open(options(args, source), &args.offer)?),
         };
         all_answered &= ping_all(args, node, *nid)?;
     }

@@ -161,10 +161,11 @@ pub(super) fn run(args: &SelftestArgs) -> Result<(), Failure> {
     let [first, ..] = args.nids[..] else {
         return Err(Failure::usage("no NID"));
     };
-    let node = open(NodeOptions {
+    let options = NodeOptions {
         config: args.offer.config(),
         ..NodeOptions::new(source(args.source, first)?)
-    })?;
+    };
+    let node = open(options, &args.offer)?;
     let test = node.selftest(plan).map_err(Failure::of)?;
     let mut watch = Watch::new(args);
     while watch.next(&test)? {

@@ -232,11 +232,12 @@ impl Event {
 /// Serves until a signal.
 pub(super) fn run(args: &ServeArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
-    let node = open(NodeOptions {
+    let options = NodeOptions {
         config: args.offer.config(),
         target: (!args.no_selftest).then(TargetConfig::default),
         ..NodeOptions::new(args.nid)
-    })?;
+    };
+    let node = open(options, &args.offer)?;
     let portals = Portals::attach(&node, (&args.sink, &args.source), !args.no_selftest)?;
     let nid = args.nid.to_string();
     report(args, &Event::Listening { nid })?;

@@ -1,17 +1,23 @@
 //! `ferroce rds node`: the process that owns RDS addresses, in the foreground, in the background, or as a task of the daemon.
 
-use std::{collections::BTreeSet, net::IpAddr, path::PathBuf, time::Duration};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, Ipv6Addr},
+    path::PathBuf,
+    time::Duration,
+};
 
 use clap::Args;
 use rds_node::{Config, Limits, NodeControl, NodeEvent, NodeStats, Running, start};
 use rnbd_host::LoopStats;
-use roce::broker::Error;
+use roce::{Hardware, broker::Error};
 
 use crate::{
     control::ControlArgs,
     event::{Event, Moved, loop_stats},
     output::Failure,
     place::{Place, Stage, foreground},
+    rdma::RdmaArgs,
     report::{ReportArgs, Reporter},
     signals::Stop,
     units,
@@ -30,7 +36,7 @@ messages come neither twice nor in another order. A file that can't be used is r
 The --max options limit programs: beyond them `socket` and `setsockopt` fail with ENOBUFS. Buffers count as large as they are set \
 (SO_SNDBUF, SO_RCVBUF), whatever they hold.
 
-With --json, one event per line on standard output: `rds_listening` (`dir`); `rds_opened` (`address`) and `rds_not_opened` (`address`, \
+With --json, one event per line on standard output: `rds_listening` (`dir`); `rds_opened` (`address`, and the `device` if it is an RDMA device) and `rds_not_opened` (`address`, \
 `why`); `rds_up`, `rds_down`, `rds_connect_failed` and `rds_peer_restarted` (`local`, `remote`, `tos`, and `why` of an end or a failure); \
 `rds_refused` (`peer`, `why`); `rds_congested` (`address` with the port of a program that does not read) and `rds_peer_congested` \
 (`peer`); `rds_limit` (`process`, `what`); `rds_state_file` (`address`, `why`); `stats` (with --stats-interval), and at the end `summary`, \
@@ -57,6 +63,8 @@ pub(crate) struct NodeArgs {
     /// Hand this over to a running `ferroce daemon`, as its task rds.ADDRESS (or rds.node), and exit
     #[arg(long)]
     pub(super) daemon: bool,
+    #[command(flatten)]
+    rdma: RdmaArgs,
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
@@ -99,6 +107,11 @@ impl NodeArgs {
         self.addr.iter().for_each(|addr| control.open(*addr));
     }
 
+    /// RDMA devices for the addresses that it opens at any time.
+    fn rdma(&self) -> Result<Option<Box<dyn Hardware>>, Failure> {
+        self.rdma.devices(Ipv6Addr::UNSPECIFIED.into())
+    }
+
     fn config(&self) -> Config {
         let usual = Config::new(self.dir());
         Config {
@@ -131,10 +144,10 @@ fn in_background(args: &NodeArgs) -> Result<(), Failure> {
     };
     if args.detach {
         // Before anything is opened.
-        return rds_node::run(args.config(), || false, log).map_err(Failure::of);
+        return rds_node::run(args.config(), None, || false, log).map_err(Failure::of);
     }
     let stop = Stop::on_signals()?;
-    rds_node::run(args.config(), || stop.requested(), log).map_err(Failure::of)
+    rds_node::run(args.config(), args.rdma()?, || stop.requested(), log).map_err(Failure::of)
 }
 
 /// Serves until it is to stop.
@@ -145,7 +158,7 @@ pub(crate) fn node(args: &NodeArgs, place: Place<'_>) -> Result<(), Failure> {
         config.linger = None;
     }
     let dir = config.dir.display().to_string();
-    let running = start(config).map_err(|e| match e {
+    let running = start(config, args.rdma()?).map_err(|e| match e {
         Error::Runs(dir) => Failure::failed(format!(
             "an RDS node of this user runs already in {}: a program, another task or `ferroce rds node` has started it",
             dir.display()
@@ -173,7 +186,9 @@ pub(crate) fn node(args: &NodeArgs, place: Place<'_>) -> Result<(), Failure> {
                 told = told.and(Err(Failure::failed(format!("no RDS at {addr}: {why}"))));
                 continue;
             }
-            Some(NodeEvent::Opened(addr)) if awaited.remove(addr) && awaited.is_empty() => (place.tell)(Stage::Up),
+            Some(NodeEvent::Opened { addr, .. }) if awaited.remove(addr) && awaited.is_empty() => {
+                (place.tell)(Stage::Up)
+            }
             _ => {}
         }
         let reported = match event {

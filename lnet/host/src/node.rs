@@ -14,7 +14,7 @@ use lnet::{
     proto::Nid,
     selftest::{Target, TargetConfig},
 };
-use roce::DeviceConfig;
+use roce::{DeviceConfig, Hardware};
 use roce_host::Hosted;
 use roce_verbs::{
     Instant,
@@ -36,7 +36,7 @@ const PING_LEN: usize = 3960;
 pub struct NodeOptions {
     /// NID, of a network of o2iblnd.
     pub nid: Nid,
-    /// Device at the NID's address.
+    /// Device at the NID's address, in software.
     pub device: DeviceConfig,
     /// Settings of the protocol.
     pub config: Config,
@@ -81,13 +81,21 @@ impl LnetNode {
     /// `InvalidInput` if the NID is not one of o2iblnd or a setting is not possible. When the address is not one of this host's, or has a node
     /// or another owner of UDP port 4791 already.
     pub fn open(options: NodeOptions) -> io::Result<Self> {
+        Self::open_on(options, None)
+    }
+
+    /// Opens a node on the RDMA device that has its address; without one in software, as [`open`](Self::open) does.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open); when the device refuses.
+    pub fn open_on(options: NodeOptions, rdma: Option<Box<dyn Hardware>>) -> io::Result<Self> {
         let nid = options.nid;
         if !nid.is_o2ib() {
             let text = format!("{nid} is not a NID of o2iblnd, as 192.0.2.1@o2ib is");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let device = options.device.clone();
-        let hosted = Hosted::start("lnet-node", device, move |cx| listen(cx, options))?;
+        let hosted = Hosted::start("lnet-node", (device, rdma), move |cx| listen(cx, options))?;
         Ok(Self {
             hosted: Arc::new(hosted),
             nid,

@@ -8,14 +8,14 @@ use std::{
 };
 
 use rds::{Config, ConnectionInfo, Node};
-use roce::DeviceConfig;
+use roce::{DeviceConfig, Hardware};
 
 use crate::{socket::Socket, thread::Thread};
 
 /// Options of a node.
 #[derive(Clone, Debug)]
 pub struct NodeOptions {
-    /// Device at the node's address.
+    /// Device at the node's address, in software.
     pub device: DeviceConfig,
     /// Settings of the protocol. [`Config::first_sequence`] is the time, unless it is set.
     pub config: Config,
@@ -59,8 +59,16 @@ impl RdsNode {
     /// # Errors
     /// When the address is not one of this host's, or has a node or another owner of UDP port 4791 already.
     pub fn open(options: NodeOptions) -> io::Result<Self> {
+        Self::open_on(options, None)
+    }
+
+    /// Opens a node on the RDMA device that has its address; without one in software, as [`open`](Self::open) does.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open); when the device refuses.
+    pub fn open_on(options: NodeOptions, rdma: Option<Box<dyn Hardware>>) -> io::Result<Self> {
         let NodeOptions { device, config } = options;
-        Ok(Self(Arc::new(Thread::start(device, config)?)))
+        Ok(Self(Arc::new(Thread::start(device, rdma, config)?)))
     }
 
     /// Address of the node.

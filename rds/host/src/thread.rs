@@ -9,7 +9,7 @@ use std::{
 };
 
 use rds::{Config, Error, Node, RdmaStatus, RegionRights, SocketId, proto::RdmaCookie};
-use roce::DeviceConfig;
+use roce::{DeviceConfig, Hardware};
 use roce_host::Hosted;
 use roce_verbs::mem::Pages;
 
@@ -23,9 +23,9 @@ impl Thread {
     ///
     /// # Errors
     /// When the address can't be used.
-    pub(crate) fn start(device: DeviceConfig, config: Config) -> io::Result<Self> {
+    pub(crate) fn start(device: DeviceConfig, rdma: Option<Box<dyn Hardware>>, config: Config) -> io::Result<Self> {
         let addr = device.addr;
-        let hosted = Hosted::start("rds-node", device, move |cx| {
+        let hosted = Hosted::start("rds-node", (device, rdma), move |cx| {
             Node::listen(cx, config, &[addr], []).map(RdsMachine::new)
         })?;
         Ok(Self(hosted))

@@ -269,7 +269,7 @@ impl Server {
         match self.opening.get_mut(&addr.ip()) {
             Some(others) => others.push(waiting),
             None => {
-                opening::open(turn, &self.config, addr.ip(), self.devices.contains(&addr.ip()));
+                opening::open(turn, &self.config, addr.ip());
                 self.opening.insert(addr.ip(), vec![waiting]);
             }
         }

@@ -21,7 +21,12 @@ const SUBJECTS: usize = 1024;
 #[derive(Debug)]
 pub enum NodeEvent {
     /// An address is open: peers can connect to it.
-    Opened(IpAddr),
+    Opened {
+        /// The address.
+        addr: IpAddr,
+        /// RDMA device that has it; `None`: it is in software.
+        device: Option<String>,
+    },
     /// An address could not be opened.
     NotOpened {
         /// The address.

@@ -33,7 +33,7 @@ pub(crate) enum Command {
 #[derive(Debug)]
 pub(crate) struct Opened {
     pub(crate) addr: IpAddr,
-    /// `None`: it was open.
+    /// `None`: it was open, or an RDMA device has it.
     pub(crate) device: Option<Result<Box<NewDevice>, VerbsError>>,
     pub(crate) state: io::Result<(StateFile, BTreeMap<PairKey, PairState>)>,
     /// Interface of an address that means nothing without.
@@ -50,12 +50,12 @@ fn interface(addr: IpAddr) -> Option<(u32, String)> {
     }
 }
 
-/// Opens an address in another thread: it waits for the broker and for files.
-pub(crate) fn open(turn: &TurnCx<'_, Opened>, config: &Config, addr: IpAddr, has_device: bool) {
+/// Opens an address in another thread: it waits for the broker and for files. Devices stay open.
+pub(crate) fn open(turn: &TurnCx<'_, Opened>, config: &Config, addr: IpAddr) {
     let (opener, dir) = (turn.device.opener(), config.dir.clone());
     let job = turn.jobs.begin(JobTicket(0));
     let work = move || {
-        let device = (!has_device).then(|| {
+        let device = (!opener.has(addr)).then(|| {
             let opened = opener.open(addr)?.pop();
             opened.map(Box::new).ok_or(VerbsError::Closed)
         });

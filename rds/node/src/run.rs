@@ -14,7 +14,7 @@ use std::{
 use rand::{SeedableRng, rngs::StdRng};
 use rds_local::NODE;
 use roce::{
-    Arrival, DeviceConfig, LocalDevice, Placement,
+    Arrival, DeviceConfig, Hardware, LocalDevice, Placement,
     reactor::{Handle, Reactor, ReactorConfig},
 };
 use roce_broker::{
@@ -131,11 +131,11 @@ fn context(what: &str) -> impl Fn(io::Error) -> Error + use<'_> {
     }
 }
 
-/// Starts it in a thread.
+/// Starts it in a thread. Addresses of RDMA devices are served on those, all others in software.
 ///
 /// # Errors
 /// When another one runs in the directory, or the system or the broker refuses.
-pub fn start(config: Config) -> Result<Running, Error> {
+pub fn start(config: Config, rdma: Option<Box<dyn Hardware>>) -> Result<Running, Error> {
     prepare_dir(&config.dir, PRIVATE)?;
     let lock = Lock::take(&config.dir, LIFE_LOCK, Instant::now() + PREDECESSOR);
     let lock = lock.map_err(context("locking the directory"))?;
@@ -147,6 +147,10 @@ pub fn start(config: Config) -> Result<Running, Error> {
     let mut seed = [0; 32];
     getrandom::fill(&mut seed).map_err(|e| context("drawing random numbers")(io::Error::other(e.to_string())))?;
     let device = devices(&config).map_err(|e| context("joining the broker")(io::Error::other(e)))?;
+    let device = match rdma {
+        Some(rdma) => device.with_hardware(rdma),
+        None => device,
+    };
     let reactor = Reactor::<Server>::new(ReactorConfig::default()).map_err(context("starting the loop"))?;
     let control = NodeControl(reactor.handle());
     config.addrs.iter().for_each(|addr| control.open(*addr));
@@ -176,12 +180,17 @@ pub fn start(config: Config) -> Result<Running, Error> {
 ///
 /// # Errors
 /// As [`start`], and why it could not go on.
-pub fn run(config: Config, stop: impl Fn() -> bool, mut report: impl FnMut(NodeEvent)) -> Result<(), Error> {
+pub fn run(
+    config: Config,
+    rdma: Option<Box<dyn Hardware>>,
+    stop: impl Fn() -> bool,
+    mut report: impl FnMut(NodeEvent),
+) -> Result<(), Error> {
     if config.detach {
         return NODE.detach(&config.dir);
     }
     let announces = config.announce;
-    let started = start(config).and_then(|running| match announces {
+    let started = start(config, rdma).and_then(|running| match announces {
         true => helper::announce()
             .map_err(context("telling that it is ready"))
             .map(|()| running),

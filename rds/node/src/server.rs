@@ -87,8 +87,6 @@ pub(crate) struct Server {
     pub(crate) entries: Slab<Entry>,
     pub(crate) keys: BTreeMap<SocketKey, usize>,
     pub(crate) addrs: BTreeMap<IpAddr, Address>,
-    /// Addresses whose devices are open. They stay so.
-    pub(crate) devices: BTreeSet<IpAddr>,
     pub(crate) opening: BTreeMap<IpAddr, Vec<Waiting>>,
     /// Clients that wait for a port.
     pub(crate) waiting: BTreeSet<usize>,
@@ -141,7 +139,6 @@ impl Server {
             entries: Slab::new(),
             keys: BTreeMap::new(),
             addrs: BTreeMap::new(),
-            devices: BTreeSet::new(),
             opening: BTreeMap::new(),
             waiting: BTreeSet::new(),
             quotas: Quotas::default(),
@@ -304,13 +301,20 @@ impl Server {
         self.waiting.iter().copied().filter(is_of).collect()
     }
 
+    pub(crate) fn report_open(&mut self, turn: &mut TurnCx<'_, Opened>, addr: IpAddr) {
+        let mut devices = turn.device.provider().devices().iter();
+        let owner = devices.find(|caps| caps.addrs.contains(&addr));
+        let device = owner.and_then(|caps| caps.name.as_deref()).map(str::to_owned);
+        self.events.report(turn.now, NodeEvent::Opened { addr, device });
+    }
+
     /// Opens an address, unless it is open or about to be.
-    pub(crate) fn open(&mut self, turn: &TurnCx<'_, Opened>, addr: IpAddr) {
+    pub(crate) fn open(&mut self, turn: &mut TurnCx<'_, Opened>, addr: IpAddr) {
         if self.addrs.contains_key(&addr) {
-            self.events.report(turn.now, NodeEvent::Opened(addr));
+            self.report_open(turn, addr);
         } else if let std::collections::btree_map::Entry::Vacant(entry) = self.opening.entry(addr) {
             entry.insert(Vec::new());
-            opening::open(turn, &self.config, addr, self.devices.contains(&addr));
+            opening::open(turn, &self.config, addr);
         }
     }
 

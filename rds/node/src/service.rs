@@ -39,7 +39,6 @@ impl Server {
                     failed(format!("its device can't be watched: {e}"));
                     Errno::ADDRNOTAVAIL
                 })?;
-                self.devices.insert(addr);
             }
             Some(Err(e)) => {
                 let errno = errno::of_open(&e);
@@ -60,7 +59,7 @@ impl Server {
             failed(taken(errno, &e));
             errno
         })?;
-        self.events.report(turn.now, NodeEvent::Opened(addr));
+        self.report_open(turn, addr);
         self.addrs.insert(addr, address);
         Ok(())
     }

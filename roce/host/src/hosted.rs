@@ -11,7 +11,7 @@ use std::{
 
 use rand::{SeedableRng, rngs::StdRng};
 use roce::{
-    DeviceConfig, LocalDevice,
+    DeviceConfig, Hardware, LocalDevice,
     reactor::{Reactor, ReactorConfig},
 };
 use roce_verbs::provider::{Cx, VerbsError};
@@ -48,13 +48,14 @@ impl<M: Machine> Drop for Hosted<M> {
 }
 
 impl<M: Machine> Hosted<M> {
-    /// Opens a device in a thread of this name, makes the machine there with `make`, and waits for that.
+    /// Opens a device in a thread of this name, makes the machine there with `make`, and waits for that. If one of the RDMA devices has the
+    /// address, that is its device, with its own settings.
     ///
     /// # Errors
     /// When the address is not one of this host's, or has another owner of UDP port 4791 already; errors of `make`.
     pub fn start(
         name: &str,
-        device: DeviceConfig,
+        (device, rdma): (DeviceConfig, Option<Box<dyn Hardware>>),
         make: impl FnOnce(&mut Cx<'_>) -> Result<M, VerbsError> + Send + 'static,
     ) -> io::Result<Self> {
         let mut seed = [0; 32];
@@ -66,7 +67,7 @@ impl<M: Machine> Hosted<M> {
         let (send, started) = channel();
         let of_thread = shared.clone();
         let run = move || {
-            let device = match LocalDevice::open(&[device]) {
+            let device = match open(device, rdma) {
                 Ok(device) => device,
                 Err(e) => return drop(send.send(Err(io_error(e)))),
             };
@@ -145,6 +146,15 @@ impl<M: Machine> Hosted<M> {
     /// Forgets the tasks that wait for a part.
     pub fn forget(&self, key: M::Key) {
         self.shared.forget(key);
+    }
+}
+
+/// Opens the RDMA devices if one of them has the address, or one in software.
+fn open(device: DeviceConfig, rdma: Option<Box<dyn Hardware>>) -> Result<LocalDevice, VerbsError> {
+    let none: &[DeviceConfig] = &[];
+    match rdma.filter(|rdma| rdma.owner(device.addr).is_some()) {
+        Some(rdma) => Ok(LocalDevice::open(none)?.with_hardware(rdma)),
+        None => LocalDevice::open(&[device]),
     }
 }
 

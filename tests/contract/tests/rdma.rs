@@ -8,10 +8,11 @@ use std::{
 
 use ferroce_tests::{
     checked::{BLOCK, Checked},
+    compiled,
     device::image,
     fresh_address,
     network::{Cut, Network},
-    process::{Running, TIMEOUT},
+    process::{Running, TIMEOUT, run},
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -47,6 +48,12 @@ fn with_devices_under(by: &[&str], addrs: &[&str], args: &[&str]) -> Vec<String>
     all.push(PROGRAM);
     all.extend(args);
     all.into_iter().map(str::to_owned).collect()
+}
+
+/// A program under `ferroce run`, with a device at an address.
+fn with_run(addr: &str, words: &[&str]) -> Vec<String> {
+    let all = ["run", "--addr", addr, "--"].into_iter().chain(words.iter().copied());
+    all.map(str::to_owned).collect()
 }
 
 fn disk(dir: &Path) -> PathBuf {
@@ -332,4 +339,77 @@ fn a_device_that_is_not_there_is_named() {
     let finished = Running::start(&args).end();
     assert_eq!(finished.code, Some(2), "{}", finished.stderr);
     assert!(finished.stderr.contains("--threads 2") && finished.stderr.contains("--rdma soft"));
+}
+
+/// Messages go from an address on a device to one in software, and back. The device has no part in the memory of other processes.
+#[test]
+fn rds_of_programs_over_rdma() {
+    let dir = tempfile::tempdir().unwrap();
+    let program = |name: &str| {
+        let folder = dir.path().join(name);
+        std::fs::create_dir(&folder).unwrap();
+        let program = compiled(&folder, &format!("tests/interop/lab/{name}.c"));
+        program.display().to_string()
+    };
+    let (peer, rdma) = (program("rds-peer"), program("rds-rdma"));
+    let [on_device, soft] = [(); 2].map(|()| fresh_address().to_string());
+    let args = ["rds", "node", "--json", "--stay", "--addr", &on_device];
+    let mut node = Running::start(&with_devices(&[&on_device], &args));
+    let opened = node.event("rds_opened");
+    assert_eq!(
+        (&opened["address"], &opened["device"]),
+        (&json!(on_device), &json!("ferroce0"))
+    );
+    let command = |words: &[&str]| with_run(&soft, words);
+    for (caller, answerer) in [(&on_device, &soft), (&soft, &on_device)] {
+        let mut serving = Running::start(&command(&[&peer, "serve", answerer, "4000"]));
+        while serving.new_line().is_none() {
+            assert!(!serving.has_ended(), "{}", serving.stderr());
+            thread::sleep(Duration::from_millis(10));
+        }
+        let called = run(&command(&[
+            &peer, "call", caller, answerer, "4000", "0", "0", "4097", "100000",
+        ]));
+        let back = called.stdout.lines().filter(|line| line.ends_with("came back"));
+        assert_eq!((called.code, back.count()), (Some(0), 3), "{called:?}");
+        serving.signal(Signal::SIGKILL);
+        serving.wait();
+    }
+    let opened = node.event("rds_opened");
+    assert_eq!((&opened["address"], &opened["device"]), (&json!(soft), &Value::Null));
+    let offered = run(&command(&[&rdma, &on_device, &soft, "4000"]));
+    assert!(
+        offered.code == Some(1) && offered.stdout.contains("Operation not supported"),
+        "{offered:?}"
+    );
+    ends_well(node);
+}
+
+#[test]
+fn lnet_over_rdma_at_either_end_or_both() {
+    for (at_server, at_client) in [(true, false), (false, true), (true, true)] {
+        let [server, client] = [(); 2].map(|()| fresh_address().to_string());
+        let nid = format!("{server}@o2ib");
+        let side = |addr: &str, rdma: bool, args: &[&str]| match rdma {
+            true => with_devices(&[addr], args),
+            false => args.iter().map(|arg| (*arg).to_owned()).collect(),
+        };
+        let mut serving = Running::start(&side(&server, at_server, &["lnet", "serve", "--json", &nid]));
+        serving.event("listening");
+        let pinged = Running::start(&side(
+            &client,
+            at_client,
+            &["lnet", "ping", "-I", &client, "--json", &nid],
+        ))
+        .end();
+        assert_eq!((pinged.code, pinged.json().len()), (Some(0), 1), "{pinged:?}");
+        for test in ["read", "write"] {
+            let words = [
+                "lnet", "selftest", "-I", &client, "--test", test, "-d", "0.2", "--check", "full", "--json", &nid,
+            ];
+            let tested = Running::start(&side(&client, at_client, &words)).end();
+            assert_eq!(tested.code, Some(0), "{tested:?}");
+        }
+        ends_well(serving);
+    }
 }

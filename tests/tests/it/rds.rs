@@ -10,7 +10,7 @@ use std::{
 };
 
 use ferroce_tests::{
-    ferroce, fresh_address,
+    compiled, ferroce, fresh_address,
     process::{Finished, Running, run},
     root,
 };
@@ -27,17 +27,6 @@ const DIFFERENCES: &str = include_str!("../../../specs/rds-differences.tsv");
 /// Compiles `tests/interop/lab/rds-conformance.c`.
 fn conformance(dir: &Path) -> PathBuf {
     compiled(dir, "tests/interop/lab/rds-conformance.c")
-}
-
-fn compiled(dir: &Path, source: &str) -> PathBuf {
-    let program = dir.join("program");
-    let source = root().join(source);
-    let compiled = Command::new("cc")
-        .args(["-Wall", "-O2", "-o"])
-        .args([&program, &source])
-        .status();
-    assert!(compiled.is_ok_and(|status| status.success()), "a C compiler");
-    program
 }
 
 /// Runs a program under `ferroce run`.

@@ -20,7 +20,7 @@ const DIR: &str = "RDS_NODE_TEST_DIR";
 #[test]
 fn node_process() {
     if let Some(dir) = std::env::var_os(DIR) {
-        run(config(Path::new(&dir)), || false, drop).unwrap();
+        run(config(Path::new(&dir)), None, || false, drop).unwrap();
     }
 }
 

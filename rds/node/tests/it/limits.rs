@@ -26,7 +26,7 @@ fn it_ends_after_the_last_program() {
     assert!(rds_local::Control::find(host.dir.path()).unwrap().is_none());
     assert!(!host.dir.path().join(rds_local::SOCKET).exists());
     // The next one takes the directory and the address over.
-    let next = start(config(host.dir.path())).unwrap();
+    let next = start(config(host.dir.path()), None).unwrap();
     let program = program(host.dir.path());
     program.socket().unwrap().bind((host.addr, 4000).into()).unwrap();
     next.stop();
@@ -37,7 +37,7 @@ fn it_ends_after_the_last_program() {
 #[test]
 fn a_directory_has_one() {
     let host = Host::new(|_| {});
-    let second = start(config(host.dir.path())).unwrap_err();
+    let second = start(config(host.dir.path()), None).unwrap_err();
     assert!(second.to_string().contains("another one runs"), "{second}");
     host.program().socket().unwrap();
 }
@@ -46,7 +46,7 @@ fn a_directory_has_one() {
 fn an_address_has_one_and_opens_from_the_start() {
     let first = Host::new(|_| {});
     first.running.control().open(first.addr);
-    first.event(|event| matches!(event, NodeEvent::Opened(addr) if *addr == first.addr));
+    first.event(|event| matches!(event, NodeEvent::Opened { addr, .. } if *addr == first.addr));
     let second = Host::new(|config| config.addrs = vec![first.addr]);
     let refused = second.event(|event| matches!(event, NodeEvent::NotOpened { .. }));
     let NodeEvent::NotOpened { addr, why } = refused else {

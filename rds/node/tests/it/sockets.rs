@@ -210,7 +210,7 @@ fn events_say_what_happens() {
     let [sender, reader] = [0, 1].map(|n: usize| programs[n].socket().unwrap());
     sender.bind((near.addr, 4000).into()).unwrap();
     let to = reader.bind((far.addr, 5000).into()).unwrap();
-    near.event(|event| matches!(event, NodeEvent::Opened(addr) if *addr == near.addr));
+    near.event(|event| matches!(event, NodeEvent::Opened { addr, .. } if *addr == near.addr));
     send(&sender, b"first", to);
     receive(&reader);
     let is_pair = |key: &PairKey| (key.local, key.remote) == (near.addr, far.addr);

@@ -44,7 +44,7 @@ impl Host {
         let mut config = config(dir.path());
         change(&mut config);
         Self {
-            running: start(config).unwrap(),
+            running: start(config, None).unwrap(),
             addr: ferroce_loopback::address().into(),
             dir,
         }
