@@ -232,6 +232,12 @@ pub(crate) fn published() -> Result<Vec<String>> {
     Ok(published.map(|package| text(package, "name")).collect())
 }
 
+/// The folders of the workspace's packages.
+pub(crate) fn folders() -> Result<Vec<PathBuf>> {
+    let manifests = own_packages()?.into_iter().map(|p| text(&p, "manifest_path"));
+    Ok(manifests.map(|file| Path::new(&file).with_file_name("")).collect())
+}
+
 /// The packages of the workspace by their manifests.
 fn package_names() -> Result<BTreeMap<String, String>> {
     let packages = own_packages()?;

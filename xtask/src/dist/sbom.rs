@@ -35,10 +35,16 @@ pub(super) fn write(release: &Release) -> Result<()> {
         command.env("SOURCE_DATE_EPOCH", release.epoch.to_string());
         command.env("CARGO_TARGET_DIR", cargo::target_dir()?);
         process::capture("cargo cyclonedx", &mut command)?;
-        // It writes beside the manifest, of each package that it looks at.
-        let made = Path::new(folder).join(format!("{name}.cdx.json"));
-        copy(&made, &release.out.join(format!("{name}.cdx.json")), 0o644)?;
-        std::fs::remove_file(&made).map_err(failed(&made))?;
+        // It writes beside the manifests of other packages, too.
+        let file = format!("{name}.cdx.json");
+        copy(&Path::new(folder).join(&file), &release.out.join(&file), 0o644)?;
+        for made in cargo::folders()?
+            .iter()
+            .map(|folder| folder.join(&file))
+            .filter(|made| made.exists())
+        {
+            std::fs::remove_file(&made).map_err(failed(&made))?;
+        }
     }
     Ok(())
 }
