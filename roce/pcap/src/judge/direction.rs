@@ -102,6 +102,8 @@ pub(super) struct Direction {
     pub(super) refused: Option<Refused>,
     /// A packet came later than those behind it: it was overtaken, or lost before the capture and sent again.
     pub(super) is_lossy: bool,
+    /// An acknowledgement came later than one of more: the network swaps them.
+    pub(super) swaps_answers: bool,
     /// Request packets, and those that were sent before.
     pub(super) requests: u64,
     pub(super) repeated: u64,

@@ -194,6 +194,7 @@ fn acknowledge(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'
             };
         }
     };
+    d.swaps_answers |= psn + 1 < d.acked;
     check_passed(d, o, psn, cx);
     check_msn(d, o, psn + 1, cx);
     let round_trip_ns = advance(d, o, psn, at, cx);
@@ -224,11 +225,7 @@ fn nak(d: &mut Direction, o: &Observed<'_>, psn: i64, code: NakCode, cx: &mut Co
         return event;
     };
     if psn < d.acked && code == NakCode::PsnSequenceError {
-        cx.find(
-            Rule::NakAcknowledged,
-            o,
-            format!("a NAK of PSN {}, which was acknowledged before", wrap(psn)),
-        );
+        late_nak(d, o, psn, "a NAK", cx);
         return event;
     }
     check_msn(d, o, psn, cx);
@@ -262,6 +259,14 @@ fn nak(d: &mut Direction, o: &Observed<'_>, psn: i64, code: NakCode, cx: &mut Co
         refuse(d, o, psn, at, code, cx);
     }
     event
+}
+
+/// A NAK of what was acknowledged before. Where the network swaps answers it may have been sent earlier.
+fn late_nak(d: &Direction, o: &Observed<'_>, psn: i64, what: &str, cx: &mut Context<'_>) {
+    if !d.swaps_answers {
+        let text = format!("{what} of PSN {}, which was acknowledged before", wrap(psn));
+        cx.find(Rule::NakAcknowledged, o, text);
+    }
 }
 
 fn refuse(d: &mut Direction, o: &Observed<'_>, psn: i64, at: usize, code: NakCode, cx: &mut Context<'_>) {
@@ -298,11 +303,7 @@ fn rnr(d: &mut Direction, o: &Observed<'_>, psn: i64, wait: std::time::Duration,
         return event;
     };
     if psn < d.acked {
-        cx.find(
-            Rule::NakAcknowledged,
-            o,
-            format!("an RNR NAK of PSN {}, which was acknowledged before", wrap(psn)),
-        );
+        late_nak(d, o, psn, "an RNR NAK", cx);
         return event;
     }
     check_msn(d, o, psn, cx);
