@@ -452,8 +452,8 @@ impl<'a> Stage<'a> {
         }
         // Most of it waits, or computes on one processor.
         thread::scope(|scope| {
-            let threads =
-                [UNIT, END_TO_END, HARDWARE, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
+            let threads = [UNIT, END_TO_END, HARDWARE, REAL_CLIENTS, APPS]
+                .map(|name| scope.spawn(move || self.run_each(&[name], false)));
             for thread in threads {
                 joined(thread)?.into_iter().for_each(|row| add(rows, row));
             }
@@ -463,7 +463,7 @@ impl<'a> Stage<'a> {
 
     /// Runs suites that need the machine to themselves.
     fn alone(&self, rows: &mut Vec<Row>) -> Result<()> {
-        let last = self.run_each(&[UNIT, END_TO_END, REAL_CLIENTS, FLOOD, SOAK], true)?;
+        let last = self.run_each(&[UNIT, END_TO_END, FLOOD, SOAK], true)?;
         last.into_iter().for_each(|row| add(rows, row));
         Ok(())
     }

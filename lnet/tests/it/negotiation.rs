@@ -567,7 +567,7 @@ fn second(step: &Step) -> (Option<Asked>, Option<Failure>) {
 
 /// Incarnation, depth and fragments that a request asks for.
 type Asked = (u64, u16, u16);
-/// Those of the first request.
+/// Values of the first request.
 const SAME: Option<Asked> = Some((0, 8, 257));
 const OLD: &str = "FATAL of version 1";
 

@@ -5,7 +5,7 @@ use core::time::Duration;
 use lnet::Config;
 use roce_sim::Rng;
 
-use crate::draw::ProgramPlan;
+use crate::plan::ProgramPlan;
 
 /// Operations of a run's hosts. All data is too long for an IMMEDIATE.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

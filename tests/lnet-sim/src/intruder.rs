@@ -33,7 +33,7 @@ const FLOOD: u32 = 200;
 /// Plan of a stranger.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IntruderPlan {
-    /// What it does, in number.
+    /// Number of its moves.
     pub(crate) moves: u32,
     /// It ends sessions of others, by force and with the numbers that nodes tell it.
     pub(crate) uses_force: bool,

@@ -12,6 +12,7 @@ mod full;
 mod intruder;
 pub mod lab;
 mod ledger;
+mod plan;
 mod program;
 mod stranger;
 mod tester;

@@ -10,8 +10,8 @@ use roce_verbs::{
 };
 
 use crate::{
-    draw::{Places, ProgramPlan},
     ledger::{Ledger, content},
+    plan::{Places, ProgramPlan},
     tester::{Rules, Tester, TesterPlan},
 };
 

@@ -13,9 +13,10 @@ use roce_verbs::provider::Cx;
 
 use crate::{
     LnetStats,
-    draw::{Draw, Places, ProgramPlan},
+    draw::Draw,
     intruder::Intruder,
     ledger::Ledger,
+    plan::{Places, ProgramPlan},
     program::{Env, Side, Turn},
     stranger,
     tester::{Rules, TesterPlan},

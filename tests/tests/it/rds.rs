@@ -12,7 +12,6 @@ use std::{
 use ferroce_tests::{
     compiled, ferroce, fresh_address,
     process::{Finished, Running, run},
-    root,
 };
 use nix::{
     sys::signal::{Signal, kill},
