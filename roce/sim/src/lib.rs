@@ -11,8 +11,8 @@
 //! [`run`] does one seed, [`run_many`] many on several threads. The same seed gives the same run ([`Stats::trace_hash`]).
 //!
 //! It knows the crates from `roce-bth` to `roce-port`, no sockets, no clock and none of the protocols above
-//! verbs. For those it is a library: [`Link`], [`Trace`] and [`Rng`] for a network of others (`tests/storage-sim`), and
-//! [`simulate_program`] for programs on its own hosts.
+//! verbs. For those it is a library: [`Link`], [`Trace`] and [`Rng`] for a network of others (`tests/storage-sim`),
+//! [`lab`] for tests that say what each of its hosts does, and [`simulate_program`] for programs on its own hosts.
 #![forbid(unsafe_code)]
 
 mod adversary;
@@ -23,6 +23,7 @@ mod coverage;
 mod faulty;
 pub mod forge;
 mod host;
+pub mod lab;
 pub mod lan;
 mod lan_world;
 mod life;

@@ -10,7 +10,6 @@
 mod draw;
 mod full;
 mod intruder;
-pub mod lab;
 mod ledger;
 mod plan;
 mod program;
@@ -18,8 +17,8 @@ mod stranger;
 mod tester;
 mod world;
 
-use lnet::Planted;
-use roce_sim::{Coverage, Failure, Rng, RunConfig, RunsWith, Total, simulate};
+use lnet::{Planted, proto::Nid};
+use roce_sim::{Coverage, Failure, Rng, RunConfig, RunsWith, Total, lab, simulate};
 
 pub use crate::full::{Full, Traffic};
 use crate::{draw::Draw, world::World};
@@ -28,6 +27,11 @@ use crate::{draw::Draw, world::World};
 const FULL: f64 = 0.2;
 /// Random numbers that plans are drawn with.
 const DRAW: u64 = 70;
+
+/// NID of a host of a lab.
+pub fn nid(index: usize) -> Nid {
+    Nid::o2ib(lab::address(index))
+}
 
 /// Counts of runs.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

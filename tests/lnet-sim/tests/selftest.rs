@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 
-use ferroce_lnet_sim::lab::{Lab, nid};
+use ferroce_lnet_sim::nid;
 use lnet::{
     Config, Node, Output,
     selftest::{
@@ -10,7 +10,7 @@ use lnet::{
         proto::{Body, Features, FrameworkCounters, Message, PING_MAGIC, Parameters, Pattern, Sid},
     },
 };
-use roce_sim::{Check, MS, SEC, lan::Machines};
+use roce_sim::{Check, MS, SEC, lab::Lab, lan::Machines};
 use roce_verbs::{
     Completion, Instant,
     provider::{Cx, Event, QpId},

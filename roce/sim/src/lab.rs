@@ -2,13 +2,13 @@
 
 use std::net::Ipv4Addr;
 
-use lnet::proto::Nid;
 use roce_port::fabric::Usage;
-use roce_sim::{
-    Check, Faults, Link, Rng, Trace, US,
-    lan::{Lan, LanEvent, Machines, of_host, plain_host},
-};
 use roce_verbs::provider::Cx;
+
+use crate::{
+    Check, Faults, Link, Rng, Trace, US,
+    lan::{Lan, LanEvent, Machines, Way, of_host, plain_host},
+};
 
 /// Events of a run at most.
 const MAX_EVENTS: u32 = 1_000_000;
@@ -21,13 +21,9 @@ pub struct Lab<M> {
     rng: Rng,
 }
 
-fn address(index: usize) -> Ipv4Addr {
+/// Address of a host.
+pub fn address(index: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 0, 0, index as u8 + 1)
-}
-
-/// NID of a host.
-pub fn nid(index: usize) -> Nid {
-    Nid::o2ib(address(index))
 }
 
 impl<M: Machines> Lab<M> {
@@ -87,6 +83,20 @@ impl<M: Machines> Lab<M> {
         let result = what(&mut self.machines[index], &mut cx);
         self.lan.want_turn(index, self.lan.now);
         result
+    }
+
+    /// Nothing reaches a host any more, and nothing comes from it, as if it were dead.
+    pub fn cut_off(&mut self, index: usize) {
+        for other in (0..self.machines.len()).filter(|other| *other != index) {
+            for (from, to) in [(index, other), (other, index)] {
+                let way = Way {
+                    from,
+                    to,
+                    network: None,
+                };
+                self.lan.set_cut(way, true);
+            }
+        }
     }
 
     /// Runs until this is so, for so many nanoseconds at most.
