@@ -30,7 +30,8 @@ pub struct Config {
     pub unacked_bytes: u64,
     /// Time after which a peer is told what has come if it does not ask. The kernel never does.
     pub ack_delay: Duration,
-    /// Time after which a peer is asked what has come. The kernel never asks again.
+    /// Time after which a peer is asked what has come, once: as long as it does not say, a header alone is sent as often. The kernel never asks
+    /// again.
     pub probe_delay: Duration,
     /// Whether pings are answered (`ping_enable`).
     pub answers_pings: bool,

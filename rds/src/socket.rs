@@ -31,7 +31,7 @@ pub struct Readiness {
     pub writable: bool,
     /// A congestion map has come since the last poll (`POLLIN`, `POLLRDNORM` and `POLLWRBAND`, once).
     pub uncongested: bool,
-    /// And a message was refused because of congestion before it came.
+    /// And a message has been refused because of congestion.
     pub was_refused: bool,
 }
 
@@ -85,8 +85,8 @@ pub(crate) struct Socket {
     refused: u64,
     /// Refusing ports that are free again, modulo 64.
     freed: u64,
-    /// A send was refused or waited because of congestion.
-    pub(crate) has_seen_congestion: bool,
+    /// Maps that had come when a send was last refused, or waited, because of congestion. `None`: a later map was news to its user.
+    refused_at: Option<u64>,
     /// Maps that have come when it was polled last.
     maps_seen: u64,
     /// Its user was told that it has changed, and has not asked since.
@@ -115,7 +115,7 @@ impl Socket {
             monitors: false,
             refused: 0,
             freed: 0,
-            has_seen_congestion: false,
+            refused_at: None,
             maps_seen: 0,
             told: false,
         }
@@ -211,9 +211,9 @@ impl Socket {
         }
     }
 
-    /// A destination was congested.
-    pub(crate) fn refused_by(&mut self, port: u16) {
-        self.has_seen_congestion = true;
+    /// A destination was congested. `maps`: those that have come to the node so far.
+    pub(crate) fn refused_by(&mut self, port: u16, maps: u64) {
+        self.refused_at = Some(maps);
         if self.monitors {
             self.refused |= 1 << (port % 64);
         }
@@ -222,7 +222,7 @@ impl Socket {
     /// Ports have become free, modulo 64. Returns whether its user is to hear of it.
     pub(crate) fn note_freed(&mut self, freed: u64) -> bool {
         if !self.monitors {
-            return self.has_seen_congestion;
+            return self.refused_at.is_some();
         }
         let news = freed & self.refused;
         self.refused &= !news;
@@ -234,7 +234,9 @@ impl Socket {
     pub(crate) fn poll(&mut self, maps: u64) -> Readiness {
         self.told = false;
         let is_new = core::mem::replace(&mut self.maps_seen, maps) != maps;
-        let was_refused = is_new && core::mem::take(&mut self.has_seen_congestion);
+        let was_refused = is_new && self.refused_at.is_some();
+        // A map that had come before the refusal says nothing of it: the next one is still to be told.
+        self.refused_at.take_if(|at| *at != maps);
         Readiness {
             was_refused,
             readable: self.freed != 0 || !self.inbox.is_empty() || !self.notices.is_empty(),
@@ -287,10 +289,10 @@ mod tests {
     #[test]
     fn only_ports_that_refused_it_while_it_watched_are_reported() {
         let mut socket = socket(8192);
-        socket.refused_by(4002);
+        socket.refused_by(4002, 0);
         socket.set_monitor(true);
         assert!(!socket.note_freed(u64::MAX));
-        socket.refused_by(4002);
+        socket.refused_by(4002, 0);
         assert!(!socket.note_freed(1) && socket.note_freed(1 << 34));
         socket.push(message(1));
         assert_eq!(socket.pop(), Some(Received::Uncongested(1 << 34)));
@@ -304,6 +306,17 @@ mod tests {
         assert!(socket.poll(1).uncongested && !socket.poll(1).uncongested && socket.poll(2).uncongested);
         socket.set_monitor(true);
         assert!(!socket.poll(3).uncongested);
+    }
+
+    #[test]
+    fn who_was_refused_hears_of_the_next_map_whenever_it_polls() {
+        let mut socket = socket(8192);
+        // Two maps have come, and the second one is why it is refused.
+        socket.refused_by(4002, 2);
+        assert!(socket.poll(2).was_refused && !socket.poll(2).was_refused);
+        assert!(socket.note_freed(0), "the third one");
+        assert!(socket.poll(3).was_refused);
+        assert!(!socket.note_freed(0) && !socket.poll(4).was_refused, "once");
     }
 
     #[test]

@@ -202,6 +202,11 @@ impl<'a> Train<'a> {
         self.link.room() - self.cars.len()
     }
 
+    /// Returns whether there are none, and none of earlier turns are under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.is_empty() && self.link.posted == self.link.completed
+    }
+
     /// Returns whether there are none.
     pub(crate) fn is_empty(&self) -> bool {
         self.cars.is_empty()

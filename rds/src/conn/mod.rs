@@ -60,7 +60,8 @@ pub(crate) struct Connection {
     ack_at: Option<Instant>,
     /// When the peer is asked for an acknowledgement.
     probe_at: Option<Instant>,
-    /// It was asked, over this link.
+    /// It was asked, over this link. From then on a header alone is sent at these times, so that the end of a peer is noticed that had
+    /// taken everything and has acknowledged nothing: one that waits for its sockets to read.
     probed: bool,
     /// Time of its earliest entry in the timer heap.
     pub(crate) armed: Option<Instant>,
@@ -87,10 +88,14 @@ impl Connection {
         }
     }
 
-    /// Returns whether there is nothing to remember: it never carried a message, and has none to send.
+    /// Returns whether its sequence numbers are those that a new one has: it never had a message, either way.
+    pub(crate) fn is_unused(&self, config: &Config) -> bool {
+        self.queue.next_sequence() == config.first_sequence.max(1) && self.receiver.next() == 1
+    }
+
+    /// Returns whether there is nothing to remember: it is unused, and of no use now.
     pub(crate) fn is_blank(&self, config: &Config) -> bool {
-        let unused = self.queue.next_sequence() == config.first_sequence.max(1) && self.receiver.next() == 1;
-        unused && matches!(self.phase, Phase::Down(_)) && !self.map_wanted
+        self.is_unused(config) && matches!(self.phase, Phase::Down(_)) && !self.map_wanted
     }
 
     /// Returns when to connect, if there is something to send or to wait for, and neither a link nor an attempt to have one.
@@ -149,10 +154,13 @@ impl Connection {
     ) -> Result<(), Broken> {
         link.count_receives(counters);
         link.post_receives(provider)?;
-        if self.probe_at.is_some_and(|at| at <= now) {
-            (self.probe_at, self.probed) = (None, true);
-            self.queue
-                .push(Outgoing::new(None, (PROBE_PORT, 0), Box::default()), true);
+        let mut is_silent = false;
+        if self.probe_at.take_if(|at| *at <= now).is_some() {
+            is_silent = core::mem::replace(&mut self.probed, true);
+            if !is_silent {
+                self.queue
+                    .push(Outgoing::new(None, (PROBE_PORT, 0), Box::default()), true);
+            }
         }
         let mut train = Train::new(link);
         while train.room() > 0 {
@@ -184,7 +192,9 @@ impl Connection {
                 }
             }
         }
-        let is_due = self.receiver.is_asked() || self.ack_at.is_some_and(|at| at <= now);
+        // Of what is under way the link's failure would be noticed.
+        let is_unsure = is_silent && train.is_idle();
+        let is_due = is_unsure || self.receiver.is_asked() || self.ack_at.is_some_and(|at| at <= now);
         let is_full = train.room() == 0;
         counters.ib_tx_ring_full += u64::from(is_full && !self.queue.is_sent());
         if is_due && (is_full || self.queue.is_amid_message()) {
@@ -220,8 +230,7 @@ impl Connection {
         };
         // Who waits for a map would not notice otherwise that the peer has died with it.
         let unacked = self.queue.is_sent() && !self.queue.is_acked();
-        let waits = (unacked || self.map_wanted) && !self.probed;
-        self.probe_at = match waits {
+        self.probe_at = match unacked || self.map_wanted {
             true => self.probe_at.or(Some(now + config.probe_delay)),
             false => None,
         };

@@ -143,6 +143,8 @@ impl Node {
             }
         }
         if change == PortChange::Freed {
+            // To sockets of the node it is as one of a peer.
+            self.maps_received += 1;
             self.freed(1 << (of.port() % 64));
         }
     }
@@ -150,8 +152,10 @@ impl Node {
     fn new_map(&mut self, peer: IpAddr, map: CongestionMap) {
         self.counters.cong_update_received += 1;
         self.maps_received += 1;
+        // With other ports free the one that is waited for may be congested still.
+        let is_congested = !map.is_empty();
         for connection in self.connections.values_mut().filter(|c| c.key.remote == peer) {
-            connection.map_wanted = false;
+            connection.map_wanted &= is_congested;
         }
         let old = self.peers.entry(peer).or_default();
         let freed = map.freed_since(old);

@@ -126,6 +126,7 @@ pub struct Node {
     peers: BTreeMap<IpAddr, CongestionMap>,
     /// Addresses that have a congested port.
     congested: BTreeSet<IpAddr>,
+    /// Maps of peers, and of our addresses when a port is free again.
     maps_received: u64,
     /// Bytes that sockets have not read.
     unread: usize,
@@ -203,9 +204,12 @@ impl Node {
         &self.counters
     }
 
-    /// States of its connections that have to outlive it.
+    /// States of connections that have to outlive it: of its own that have had messages, and of those of former nodes that it has not
+    /// needed.
     pub fn pair_states(&self) -> impl Iterator<Item = (PairKey, PairState)> {
-        self.connections().map(|info| (info.key, info.sequences))
+        let former = self.former.iter().map(|(key, state)| (*key, *state));
+        let used = self.connections.values().filter(|c| !c.is_unused(&self.config));
+        used.map(|c| (c.key, c.sequences())).chain(former)
     }
 
     /// The connections.

@@ -211,7 +211,8 @@ impl Node {
         let is_ours = self.addrs.contains(&to.ip());
         let maps = if is_ours { &self.maps } else { &self.peers };
         if maps.get(&to.ip()).is_some_and(|map| map.is_congested(to.port())) {
-            self.get(id)?.refused_by(to.port());
+            let maps = self.maps_received;
+            self.get(id)?.refused_by(to.port(), maps);
             for connection in self.connections.values_mut().filter(|c| c.key.remote == to.ip()) {
                 connection.map_wanted = true;
                 self.dirty.insert(connection.key);

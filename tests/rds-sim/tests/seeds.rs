@@ -18,6 +18,18 @@ const NOTABLE: &[(u64, &str)] = &[
         1,
         "two nodes ask each other for acknowledgements of their pings for ever",
     ),
+    (
+        1169,
+        "a socket that is refused after a map has come, and polled, is not told of the next map",
+    ),
+    (
+        2267,
+        "nobody notices the end of a peer that had taken everything and acknowledged nothing",
+    ),
+    (
+        2320,
+        "a node that is started again forgets peers that it has not spoken to when it is started once more",
+    ),
 ];
 
 fn run_seeds(seeds: impl IntoIterator<Item = u64>) -> (RdsStats, Vec<Failure>) {
