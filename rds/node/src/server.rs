@@ -82,7 +82,8 @@ pub(crate) struct Waiting {
 #[derive(Debug)]
 pub(crate) struct Server {
     pub(crate) config: Config,
-    listener: SocketFile,
+    /// `None` while it ends: who comes then starts the next one.
+    listener: Option<SocketFile>,
     is_accepting: bool,
     pub(crate) entries: Slab<Entry>,
     pub(crate) keys: BTreeMap<SocketKey, usize>,
@@ -134,7 +135,7 @@ impl Server {
         }
         Self {
             config,
-            listener,
+            listener: Some(listener),
             is_accepting: true,
             entries: Slab::new(),
             keys: BTreeMap::new(),
@@ -176,10 +177,10 @@ impl Server {
 
     fn accept(&mut self, turn: &TurnCx<'_, Opened>) {
         for _ in 0..ACCEPTS {
-            if !self.is_accepting {
+            let Some(file) = self.listener.as_ref().filter(|_| self.is_accepting) else {
                 return;
-            }
-            match self.listener.listener().accept() {
+            };
+            match file.listener().accept() {
                 Ok((socket, _)) => self.add_client(turn, socket.into()),
                 Err(e) => {
                     self.is_accepting = false;
@@ -464,6 +465,9 @@ impl Server {
     pub(crate) fn stop(&mut self, turn: &mut TurnCx<'_, Opened>) {
         if self.stopping.is_none() {
             self.stopping = Some(turn.now + GOODBYE);
+            if let Some(file) = self.listener.take() {
+                let _ = turn.sockets.deregister(file.as_fd());
+            }
             for address in self.addrs.values_mut() {
                 with_cx(turn, &mut self.rng, |cx| address.node.stop(cx));
             }

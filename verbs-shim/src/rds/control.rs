@@ -130,8 +130,8 @@ fn with_connection<T>(mut f: impl FnMut(&mut Connection) -> Option<Result<T>>) -
             let _ = lost.socket.into_raw_fd();
         }
     }
-    // The second time with a new node.
-    for _ in 0..2 {
+    // Of the second node, too, the connection may be one that it has not accepted, as it ends.
+    for _ in 0..3 {
         let connection = match &mut *slot {
             Some(connection) => connection,
             empty => empty.insert(Connection::open()?),

@@ -12,12 +12,12 @@ use crate::support::{Host, Program, at, config, errno, program, receive, send, u
 
 #[test]
 fn it_ends_after_the_last_program() {
-    let host = Host::new(|config| config.linger = Some(Duration::from_millis(100)));
+    let host = Host::new(|config| config.linger = Some(Duration::from_secs(1)));
     let first = host.program();
     {
         let socket = first.socket().unwrap();
         socket.bind((host.addr, 4000).into()).unwrap();
-        std::thread::sleep(Duration::from_millis(300));
+        std::thread::sleep(Duration::from_millis(1200));
         assert!(!host.running.is_over(), "a socket is open");
     }
     drop(first);

@@ -14,9 +14,10 @@ use crate::{
     process::{self, Guard},
 };
 
-/// NID of the node that is tested, and address of the one that tests.
-const NODE: &str = "127.0.0.1@o2ib";
-const CONSOLE: &str = "127.0.0.2";
+/// NID of the node that is tested, and address of the one that tests: addresses that no other part has, as a node or a broker of one may
+/// still be about to end.
+const NODE: &str = "127.0.0.11@o2ib";
+const CONSOLE: &str = "127.0.0.12";
 /// Kinds of tests, by the operation of the node that is tested.
 const TESTS: [(&str, &str); 2] = [("write", "brw write"), ("read", "brw read")];
 const REFERENCE: &str = "ferroce bench write";

@@ -93,14 +93,14 @@ pub(super) fn rds(ferroce: &Path, args: &PageArgs, scratch: &Path) -> Result<Vec
                 let mut sender = side(kind, 1);
                 sender.args([*kind, "send", ADDRS[0], PORT, bytes, ADDRS[1], &seconds]);
                 let [messages, moved] = measure(&mut receiver, &mut sender)?;
-                columns.add(&column(kind, size, "messages"), messages / 1e6);
+                columns.add(&column(kind, size, "messages"), messages / 1e3);
                 columns.add(&column(kind, size, "bytes"), moved / 1e9);
             }
         }
     }
     let mut figures = Vec::new();
     for (_, size, others) in SIZES {
-        for (what, unit) in [("messages", "M/s"), ("bytes", "GB/s")] {
+        for (what, unit) in [("messages", "k/s"), ("bytes", "GB/s")] {
             figures.extend(others.iter().map(|other| {
                 let [ours, theirs] = ["rds", *other].map(|kind| column(kind, size, what));
                 columns.figure(&format!("{size}, {what}"), unit, &ours, &theirs, Target::None)
