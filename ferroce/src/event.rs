@@ -1,4 +1,4 @@
-//! Events of `serve`, `map`, `rds node` and `daemon`, as JSON and as text.
+//! Events of `serve`, `map`, `rds node`, `lnet serve` and `daemon`, as JSON and as text.
 
 use std::{
     collections::BTreeMap,
@@ -6,10 +6,10 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use rds_node::{Broken, NodeEvent, NodeStats, PairKey};
+use lnet_host::{Nid, Refusal};
+use rds_node::{Broken, NodeEvent, PairKey};
 use rnbd::client::{error::MapError, output::LossCause};
 use rnbd_host::{
-    LoopStats,
     control::Reloaded,
     map::MapNews,
     serve::{ServeEvent, ServedPath},
@@ -96,11 +96,28 @@ events! {
     RdsLimit { | process: u32, what: &'static str } "process {process} gets no more {what}: its limit is reached";
     RdsStateFile { address: IpAddr | why: String } "state file of {address}: {why}";
 
+    // Of LNet nodes.
+    LnetListening { nid: Nid | } "listening: {nid}";
+    LnetUp { peer: Nid | queue_depth: u16, fragments: u16, incarnation: u64 }
+        "{peer} is connected, queue depth {queue_depth}, {fragments} fragments";
+    LnetDown { peer: Nid, why: lnet_host::Failure | } "{peer} is disconnected: {why}";
+    LnetRefused { address: IpAddr, why: Refusal | } "a connect request of {address} was refused: {why}";
+    LnetPinged { peer: Nid | } "{peer} has pinged";
+    LnetDiscovered { peer: Nid | } "{peer} has sent its interfaces (discovery)";
+    LnetPut { peer: Nid | portal: u32, match_bits: u64, hdr_data: u64, offset: usize, bytes: u32 }
+        "{peer} has put {bytes} bytes to portal {portal}, match bits {match_bits:#x}, offset {offset}";
+    LnetGot { peer: Nid | portal: u32, match_bits: u64, offset: usize, bytes: u32 }
+        "{peer} has got {bytes} bytes from portal {portal}, match bits {match_bits:#x}, offset {offset}";
+    LnetFailed { peer: Nid, why: lnet_host::Failure | portal: u32, match_bits: u64 }
+        "an operation of {peer} on portal {portal} has failed, match bits {match_bits:#x}: {why}";
+    LnetPortal { | portal: u32, kind: &'static str, done: u64, bytes: u64, failed: u64 }
+        "{kind} at portal {portal}: {done} operations with {bytes} bytes, {failed} failed";
+
     // Of the daemon.
     Idle { | config: Option<String>, control: Option<String> }
-        "waiting for tasks, as {}: `ferroce serve --daemon …`, `ferroce map --daemon …` and `ferroce rds node --daemon …` start them{}; \
+        "waiting for tasks, as {}: `ferroce serve`, `map`, `rds node` and `lnet serve` with --daemon start them{}; \
          `ferroce daemon --help` has an example of a file",
-        config.as_ref().map_or("no --config FILE was given".into(), |file| format!("{file} has no [serve.NAME], [map.NAME] or [rds.NAME]")),
+        config.as_ref().map_or("no --config FILE was given".into(), |file| format!("{file} has no [serve.NAME], [map.NAME], [rds.NAME] or [lnet.NAME]")),
         control.as_ref().map_or(String::new(), |path| format!(" (control socket {path})"));
     TaskStarted { | task: String } "{task} starts";
     TaskFailed { | task: String, why: String, restart_in: f64 } "{task} failed, restart in {restart_in} s: {why}";
@@ -368,15 +385,6 @@ pub(crate) fn counters(stats: &DeviceStats) -> BTreeMap<String, u64> {
     let sockets = stats.path.named().map(|(name, n)| (format!("socket_{name}"), n));
     let all = own.map(|(name, n)| (name.to_owned(), n));
     all.chain(stats.port.cm.named()).chain(sockets).collect()
-}
-
-/// Returns the numbers of an RDS node's loop.
-pub(crate) fn loop_stats(stats: &NodeStats) -> LoopStats {
-    LoopStats {
-        devices: stats.devices.clone(),
-        usage: stats.usage,
-        turns: stats.turns,
-    }
 }
 
 /// Bytes and requests of the users of devices.

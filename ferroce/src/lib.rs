@@ -70,7 +70,7 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Map a server's devices: as NBD exports, disks of virtual machines, or /dev/nbdN
     Map(map::MapArgs),
-    /// Run servers, mappings and RDS nodes of a configuration file in one process
+    /// Run servers, mappings and nodes of RDS and LNet of a configuration file in one process
     Daemon(daemon::DaemonArgs),
     /// Inspect and control a running server, mapping or daemon
     Ctl(ctl::CtlArgs),
@@ -121,6 +121,9 @@ pub fn run() -> ExitCode {
         Command::Map(args) if args.daemon => hand_over(daemon::Kind::Map, args.task_name()),
         Command::Rds(args) if args.handed_over().is_some() => {
             hand_over(daemon::Kind::Rds, &args.handed_over().unwrap_or_default())
+        }
+        Command::Lnet(args) if args.handed_over().is_some() => {
+            hand_over(daemon::Kind::Lnet, &args.handed_over().unwrap_or_default())
         }
         Command::Serve(args) => serve::run(&args),
         Command::Map(args) => map::run(&args),

@@ -1,4 +1,4 @@
-//! Surroundings of a server, a mapping or an RDS node: in the foreground, or as a task of the daemon.
+//! Surroundings of a server, a mapping, an RDS node or an LNet node: in the foreground, or as a task of the daemon.
 
 use std::sync::Arc;
 

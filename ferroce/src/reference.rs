@@ -36,9 +36,9 @@ fn commands() -> String {
 
 fn configuration() -> String {
     let mut text = "# Configuration\n\nThis page is generated from the command line's definition, as is ferroce.toml(5). `ferroce daemon --config FILE` reads a \
-                    TOML file with a table for each server, `[serve.NAME]`, for each mapping, `[map.NAME]`, and for each RDS node, `[rds.NAME]`. Their \
-                    keys are options of [`ferroce serve`](commands.md#ferroce-serve), [`ferroce map`](commands.md#ferroce-map) and \
-                    [`ferroce rds node`](commands.md#ferroce-rds-node). `[daemon]` has options of \
+                    TOML file with a table for each server, `[serve.NAME]`, for each mapping, `[map.NAME]`, for each RDS node, `[rds.NAME]`, and for each LNet \
+                    node, `[lnet.NAME]`. Their keys are options of [`ferroce serve`](commands.md#ferroce-serve), [`ferroce map`](commands.md#ferroce-map), \
+                    [`ferroce rds node`](commands.md#ferroce-rds-node) and [`ferroce lnet serve`](commands.md#ferroce-lnet-serve). `[daemon]` has options of \
                     [`ferroce daemon`](commands.md#ferroce-daemon) itself, and `[control]` limits tasks that members of the control socket's \
                     group start ([the daemon](../block/daemon.md#who-may-control-it)).\n\nWhere an array is shown, a single value may stand without \
                     brackets. Numbers need no quotes. The session of `[map.NAME]` is called NAME unless there is the key `session`.\n"

@@ -230,6 +230,14 @@ fn told(incarnation: &u64, params: &ConnParams) -> String {
     }
 }
 
+/// Reason of a reject; `None`: it is the connection manager's, or not understood.
+pub(crate) fn why(reason: RejectReason, private_data: &[u8]) -> Option<Why> {
+    let is_node = reason == RejectReason::CONSUMER;
+    is_node
+        .then(|| Reject::parse(private_data).ok())?
+        .map(|reject| reject.why)
+}
+
 /// Understands a reject (`kiblnd_rejected`). `offer`: messages and fragments that were asked for.
 pub(crate) fn rejected(reason: RejectReason, private_data: &[u8], offer: (u16, u16)) -> Next {
     match reason {

@@ -28,7 +28,7 @@ pub use config::{Config, TieBreak};
 pub use credits::CreditError;
 pub use event::{EntryId, Failure, JobId, Output, Served};
 pub use handshake::{BadAnswer, Refusal, Rejected};
-pub use info::{ConnectionInfo, Counters, CreditInfo, Negotiated};
+pub use info::{ConnectionInfo, Counters, CreditInfo, Negotiated, Rejects};
 pub use node::Node;
 pub use operation::{Get, Put};
 #[cfg(feature = "planted")]

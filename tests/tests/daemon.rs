@@ -21,6 +21,7 @@ use ferroce_tests::{
     pattern,
     process::{Finished, Running, TIMEOUT},
 };
+use lnet_host::{LnetNode, NodeOptions};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -924,6 +925,71 @@ fn an_rds_node_is_a_task() {
         check.code == Some(1) && check.stdout.contains("of an RDS node is used by rds.node"),
         "{}",
         check.stdout
+    );
+    daemon.signal(Signal::SIGTERM);
+    daemon.wait();
+    let ended = daemon.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+}
+
+#[test]
+fn an_lnet_node_is_a_task() {
+    let lab = Lab::new();
+    let [nid, other] = [(); 2].map(|()| format!("{}@o2ib", fresh_address()));
+    let table = |nid: &str, rest: &str| format!("[lnet.fs]\nnid = {nid:?}\n{rest}\n");
+    lab.write(&[table(&nid, "peer-credits = 4")]);
+    let mut daemon = lab.daemon();
+    lab.is_up("lnet.fs");
+    let node = LnetNode::open(NodeOptions::new(format!("{}@o2ib", fresh_address()).parse().unwrap())).unwrap();
+    let ping = |nid: &str| node.ping(nid.parse().unwrap()).unwrap().wait().unwrap();
+    ping(&nid);
+    let up = daemon.event("lnet_up");
+    assert_eq!(
+        (&up["task"], &up["queue_depth"], &up["peer"]),
+        (&"lnet.fs".into(), &4.into(), &node.nid().to_string().into())
+    );
+    let metrics = lab.run(&["ctl", "metrics"]).stdout;
+    for line in [
+        format!("ferroce_lnet_pings_total{{nid=\"{nid}\"}} 1\n"),
+        format!("ferroce_lnet_rejects_sent_total{{nid=\"{nid}\",reason=\"MSG_QUEUE_SIZE\"}} 1\n"),
+        format!(
+            "ferroce_lnet_peer_connections{{nid=\"{nid}\",peer=\"{}\"}} 1\n",
+            node.nid()
+        ),
+        format!(
+            "ferroce_roce_tx_packets_total{{address=\"{}\"}}",
+            nid.trim_end_matches("@o2ib")
+        ),
+    ] {
+        assert!(metrics.contains(&line), "{line}: {metrics}");
+    }
+    let page = fs::read_to_string(ferroce_tests::root().join("docs/reference/metrics.md")).unwrap();
+    let names = metrics
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ferroce_lnet_"));
+    for name in names.filter_map(|line| line.split(' ').next()) {
+        assert!(
+            page.contains(&format!("| `ferroce_lnet_{name}` |")),
+            "metrics.md lacks {name}"
+        );
+    }
+    let stat = lab.run(&["stat"]).stdout;
+    let line = format!("lnet {nid} peer {} up queue_depth 4 fragments 257 credits ", node.nid());
+    assert!(stat.contains(&line), "{stat}");
+
+    assert_eq!(lab.ctl(&["reload"])["unchanged"], json!(["lnet.fs"]));
+    lab.write(&[table(&other, "")]);
+    assert_eq!(lab.ctl(&["reload"])["restarted"], json!(["lnet.fs"]));
+    eventually("its other address", || daemon.event("lnet_listening")["nid"] == other);
+    assert_eq!(ping(&other).count, 2);
+    let handed = lab.run(&["lnet", "serve", "--daemon", "--sink", "60:4k", &nid]);
+    assert_eq!(handed.code, Some(0), "{}", handed.stderr);
+    lab.is_up(&format!("lnet.{nid}"));
+    assert_eq!(ping(&nid).count, 2);
+    let second = lab.run(&["lnet", "serve", "--daemon", &nid]);
+    assert!(
+        second.code == Some(1) && second.stderr.contains("exists already"),
+        "{second:?}"
     );
     daemon.signal(Signal::SIGTERM);
     daemon.wait();

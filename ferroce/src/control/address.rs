@@ -4,19 +4,25 @@ use std::{
     fs, io,
     os::unix::{fs::MetadataExt, net::UnixStream},
     path::{Path, PathBuf},
+    process,
 };
 
 use nix::{
     sys::socket::{getsockopt, sockopt::PeerCredentials},
     unistd::geteuid,
 };
-use roce::environment;
+use roce::{
+    broker::{self, PRIVATE, prepare_dir},
+    environment,
+};
 
 /// Environment variable with the socket.
 const VARIABLE: &str = "FERROCE_CONTROL";
 /// Folder of the system's daemon.
 pub(crate) const SYSTEM: &str = "/run/ferroce-daemon";
 const NAME: &str = "control.sock";
+/// Begin of the names of LNet nodes' sockets; the number of the process follows.
+const OF_LNET: &str = "lnet-";
 
 fn named() -> Option<PathBuf> {
     environment::var_os(VARIABLE)
@@ -49,6 +55,30 @@ pub(crate) fn usual_place() -> PathBuf {
 pub(super) fn place_of_daemon() -> Option<PathBuf> {
     let usual = || if geteuid().is_root() { Some(of_system()) } else { own() };
     named().or_else(usual)
+}
+
+/// Returns the socket that `ferroce lnet serve` creates, so that `ferroce stat` finds it: in the user's folder for this network namespace,
+/// which is created.
+///
+/// # Errors
+/// When the folder can't be created, or another user could write to it.
+pub(crate) fn of_lnet_node() -> Result<PathBuf, broker::Error> {
+    let dir = rds_local::directory();
+    prepare_dir(&dir, PRIVATE)?;
+    Ok(dir.join(format!("{OF_LNET}{}.sock", process::id())))
+}
+
+/// Returns the sockets of processes that may have LNet nodes: [`of_lnet_node`], and the [`usual_place`].
+pub(crate) fn of_lnet_nodes() -> Vec<PathBuf> {
+    let is_one = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with(OF_LNET) && name.ends_with(".sock")
+    };
+    let files = fs::read_dir(rds_local::directory()).into_iter().flatten();
+    let mut found: Vec<PathBuf> = files.flatten().map(|file| file.path()).filter(is_one).collect();
+    found.sort();
+    found.push(usual_place());
+    found
 }
 
 /// Connects to a control socket, if a trusted user serves it: root, this user, or the owner of its folder.

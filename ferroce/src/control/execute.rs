@@ -2,11 +2,11 @@
 
 use rnbd_admin::{Host, Names, Server};
 use rnbd_host::control::{
-    Answer, ClientSession, Entries, MapAnswer, MapListing, MapOrder, MapRequest, MappedDevice, Mappings, OpenDevice,
-    OpenDevices, ProcessRequest, Refused, Request, ServeAnswer, Sessions, Text,
+    Answer, ClientSession, Entries, LnetNodes, MapAnswer, MapListing, MapOrder, MapRequest, MappedDevice, Mappings,
+    OpenDevice, OpenDevices, ProcessRequest, Refused, Request, ServeAnswer, Sessions, Text,
 };
 
-use super::{metrics, peer::Authority, shared::Shared};
+use super::{lnet, metrics, peer::Authority, shared::Shared};
 
 /// Executes a request, and returns when it is done.
 pub(super) fn execute(shared: &Shared, request: Request, authority: Authority) -> Result<Answer, Refused> {
@@ -58,6 +58,9 @@ fn of_process(shared: &Shared, request: ProcessRequest, authority: Authority) ->
         }),
         ProcessRequest::Map(order) => map(shared, &order).map(done)?,
         ProcessRequest::Reload {} => Answer::Reloaded(services.reload()?),
+        ProcessRequest::Lnet {} => Answer::Lnet(LnetNodes {
+            lnet_nodes: lnet::listings(&services.lnet_nodes()),
+        }),
         ProcessRequest::Tasks {} => Answer::Tasks(services.supervisor()?.tasks()),
         ProcessRequest::Start { task, options } => {
             let started = services.supervisor()?.start(&task, options, authority);

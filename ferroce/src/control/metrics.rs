@@ -1,9 +1,6 @@
-//! Statistics in Prometheus's text format.
+//! Metrics of all that runs in this process.
 
-use std::{
-    fmt::{Display, Write},
-    sync::Arc,
-};
+use std::sync::Arc;
 
 use rds_node::{ConnectionInfo, NodeControl, NodeStats};
 use rnbd::client::state::DeviceState;
@@ -18,10 +15,14 @@ use rtrs::{
     server::listing::{PathListing, SessionListing},
 };
 
-use super::registry::ServiceRegistry;
-use crate::event::{counters, loop_stats};
+use super::{
+    lnet,
+    registry::ServiceRegistry,
+    text::{Labels, Metric, Metrics},
+};
+use crate::event::counters;
 
-/// Returns the metrics of all mappings, servers and RDS nodes; those that end in between are missing.
+/// Returns the metrics of all mappings, servers, RDS nodes and LNet nodes; those that end in between are missing.
 pub(super) fn text(services: &ServiceRegistry) -> String {
     let mut out = Metrics::default();
     out.begin("ferroce_info", "Version of the program.", "gauge");
@@ -41,50 +42,9 @@ pub(super) fn text(services: &ServiceRegistry) -> String {
     }
     loops.extend(servers(&mut out, &services.servers()));
     loops.extend(nodes(&mut out, &services.nodes()));
+    loops.extend(lnet::metrics(&mut out, &services.lnet_nodes()));
     packets(&mut out, &loops);
-    out.0
-}
-
-/// Name, help and value of a metric of a `T`.
-type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
-type Labels = Vec<(&'static str, String)>;
-
-/// Text so far, and the name of the metric begun last.
-#[derive(Default)]
-struct Metrics(String, String);
-
-impl Metrics {
-    fn begin(&mut self, name: &str, help: &str, kind: &str) {
-        let _ = write!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
-        name.clone_into(&mut self.1);
-    }
-
-    /// Writes a value of the metric begun last.
-    fn value(&mut self, labels: &[(&str, String)], value: impl Display) {
-        let labels: Vec<_> = labels
-            .iter()
-            .map(|(name, value)| format!("{name}=\"{}\"", escaped(value)))
-            .collect();
-        let _ = match labels.is_empty() {
-            true => writeln!(self.0, "{} {value}", self.1),
-            false => writeln!(self.0, "{}{{{}}} {value}", self.1, labels.join(",")),
-        };
-    }
-
-    /// Writes metrics of all objects.
-    fn all<T>(&mut self, (prefix, kind): (&str, &str), metrics: &[Metric<T>], objects: &[(Labels, &T)]) {
-        let suffix = if kind == "counter" { "_total" } else { "" };
-        for (name, help, value) in metrics {
-            self.begin(&format!("ferroce_{prefix}_{name}{suffix}"), help, kind);
-            for (labels, object) in objects {
-                self.value(labels, value(object));
-            }
-        }
-    }
-}
-
-fn escaped(text: &str) -> String {
-    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+    out.into_text()
 }
 
 fn sessions(out: &mut Metrics, listings: &[MapListing]) {
@@ -328,7 +288,7 @@ fn nodes(out: &mut Metrics, nodes: &[Arc<NodeControl>]) -> Vec<LoopStats> {
             }
         }
     }
-    all.iter().map(loop_stats).collect()
+    all.into_iter().map(|stats| stats.turns).collect()
 }
 
 /// Writes the counters of our addresses, under the names of `--json`.
@@ -391,17 +351,5 @@ mod tests {
         for place in 0..2 {
             assert!(text.contains(&format!("{name}{{place=\"{place}\"}} 0\n")), "{text}");
         }
-    }
-
-    #[test]
-    fn labels_can_have_any_name_in_them() {
-        let mut out = Metrics::default();
-        out.begin("a", "B.", "gauge");
-        out.value(&[("name", "x\"y\\z\n".to_owned())], 1);
-        out.value(&[], 0.5);
-        assert_eq!(
-            out.0,
-            "# HELP a B.\n# TYPE a gauge\na{name=\"x\\\"y\\\\z\\n\"} 1\na 0.5\n"
-        );
     }
 }

@@ -6,11 +6,13 @@ pub(crate) mod connection;
 mod events;
 mod execute;
 mod http;
+pub(crate) mod lnet;
 mod metrics;
 mod peer;
 mod registry;
 mod shared;
 mod sockets;
+mod text;
 
 use std::{
     fs::DirBuilder,
@@ -80,6 +82,15 @@ pub(crate) struct ControlArgs {
     /// Mount only attributes that the kernel's code has, not those of its documentation alone
     #[arg(long, requires = "sysfs")]
     sysfs_strict: bool,
+}
+
+impl ControlArgs {
+    /// The same, with another socket.
+    pub(crate) fn with(&self, socket: PathBuf) -> Self {
+        let mut this = self.clone();
+        this.control.push(socket);
+        this
+    }
 }
 
 fn metrics_address(text: &str) -> Result<Endpoint, String> {

@@ -1,10 +1,11 @@
-//! Registry of this process's mappings, servers and RDS nodes.
+//! Registry of this process's mappings, servers, RDS nodes and LNet nodes.
 
 use std::{
     net::IpAddr,
     sync::{Arc, OnceLock},
 };
 
+use lnet_host::LnetNode;
 use parking_lot::RwLock;
 use rds_node::NodeControl;
 use rnbd::Errno;
@@ -44,7 +45,7 @@ pub(crate) trait Supervisor: Send + Sync {
     fn reload(&self) -> Result<Reloaded, Refused>;
     /// Lists the tasks.
     fn tasks(&self) -> Tasks;
-    /// Starts a task, if this authority suffices: `map.NAME`, `serve.NAME` or `rds.NAME`, with the arguments of the command.
+    /// Starts a task, if this authority suffices: `map.NAME`, `serve.NAME`, `rds.NAME` or `lnet.NAME`, with the arguments of the command.
     fn start(&self, name: &str, words: Vec<String>, authority: Authority) -> Result<(), Refused>;
     /// Stops a task.
     fn stop(&self, name: &str) -> Result<(), Refused>;
@@ -52,7 +53,7 @@ pub(crate) trait Supervisor: Send + Sync {
     fn open(&self, session: &str, order: &MapOrder) -> Result<(), Refused>;
 }
 
-/// Registry of the mappings and servers of this process.
+/// Registry of the mappings, servers and nodes of this process.
 #[derive(Default)]
 pub(crate) struct ServiceRegistry {
     supervisor: OnceLock<Arc<dyn Supervisor>>,
@@ -63,9 +64,10 @@ pub(crate) struct ServiceRegistry {
     clients: RwLock<Vec<Arc<dyn Client>>>,
     servers: RwLock<Vec<Arc<dyn Server>>>,
     nodes: RwLock<Vec<Arc<NodeControl>>>,
+    lnet_nodes: RwLock<Vec<Arc<LnetNode>>>,
 }
 
-/// The entry of a mapping or a server, until it is dropped.
+/// The entry of a mapping, a server or a node, until it is dropped.
 pub(crate) struct Listed {
     services: Arc<ServiceRegistry>,
     what: What,
@@ -75,6 +77,7 @@ enum What {
     Client(Arc<dyn Client>),
     Server(Arc<dyn Server>),
     Node(Arc<NodeControl>),
+    Lnet(Arc<LnetNode>),
 }
 
 impl Drop for Listed {
@@ -82,6 +85,11 @@ impl Drop for Listed {
         match &self.what {
             What::Client(this) => self.services.clients.write().retain(|other| !Arc::ptr_eq(this, other)),
             What::Node(this) => self.services.nodes.write().retain(|other| !Arc::ptr_eq(this, other)),
+            What::Lnet(this) => self
+                .services
+                .lnet_nodes
+                .write()
+                .retain(|other| !Arc::ptr_eq(this, other)),
             What::Server(this) => self.services.servers.write().retain(|other| !Arc::ptr_eq(this, other)),
         }
     }
@@ -156,6 +164,17 @@ impl ServiceRegistry {
     /// The RDS nodes.
     pub(crate) fn nodes(&self) -> Vec<Arc<NodeControl>> {
         self.nodes.read().clone()
+    }
+
+    pub(crate) fn add_lnet_node(self: &Arc<Self>, node: LnetNode) -> Listed {
+        let node = Arc::new(node);
+        self.lnet_nodes.write().push(node.clone());
+        self.listed(What::Lnet(node))
+    }
+
+    /// The LNet nodes.
+    pub(crate) fn lnet_nodes(&self) -> Vec<Arc<LnetNode>> {
+        self.lnet_nodes.read().clone()
     }
 
     fn listed(self: &Arc<Self>, what: What) -> Listed {

@@ -129,7 +129,7 @@ pub(super) enum Verb {
     Reload,
     /// Stop a task of a daemon; the next reload starts a task of the file again
     Stop {
-        /// map.NAME, serve.NAME or rds.NAME, as `tasks` lists it
+        /// map.NAME, serve.NAME, rds.NAME or lnet.NAME, as `tasks` lists it
         task: String,
     },
     /// Print events until ctrl-C or the exit of the process

@@ -3,6 +3,7 @@
 mod args;
 mod change;
 mod client;
+pub(crate) mod lnet;
 mod print;
 mod state;
 mod table;

@@ -11,9 +11,9 @@ use super::task::{Job, Kind, Task};
 use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
 
 /// Options that touch no file, and open nothing but RTRS sessions.
-const FREE: &str = "access-mode addr allow always-invalidate connect-any connect-timeout connections device direct heartbeat \
+const FREE: &str = "access-mode addr allow always-invalidate connect-any connect-timeout connections device direct fragments heartbeat \
     max-buffers max-chunk-size max-connections max-devices max-devices-per-session max-paths max-reconnects max-sessions \
-    max-sessions-per-client max-sockets mtu no-gro no-gso on-loss path policy queue-depth rdma reconnect-delay ro session \
+    max-sessions-per-client max-sockets mtu nid no-gro no-gso no-selftest on-loss path peer-credits policy queue-depth rdma reconnect-delay ro session \
     socket-buffer spin stats-interval json threads tls tls-verify-peer";
 /// Options whose values are checked.
 const CHECKED: [&str; 7] = [
@@ -113,6 +113,8 @@ impl Allowed {
             }
             // For programs of the daemon's user, whom it gives nothing that they could not have.
             Job::Rds(_) => {}
+            // Members can run such a node themselves. Files of `--source` and memory of `--sink` are not free.
+            Job::Lnet(_) => {}
         }
         Ok(Task { words })
     }
@@ -216,6 +218,7 @@ mod tests {
     fn try_task(allowed: &Allowed, kind: &Kind, words: &[&str]) -> Result<Task, Refused> {
         let usual: &[&str] = match kind {
             Kind::Rds => &[],
+            Kind::Lnet => &["--nid=192.0.2.1"],
             Kind::Serve => &["--addr=192.0.2.1"],
             Kind::Map => &["--session=s", "--path=192.0.2.7", "--device=d"],
         };
@@ -312,6 +315,15 @@ mod tests {
     }
 
     #[test]
+    fn an_lnet_node_has_no_files_and_memory_of_the_daemon() {
+        let task = |word| try_task(&allowed(), &Kind::Lnet, &[word]);
+        task("--no-selftest").unwrap();
+        for word in ["--source=60:/etc/shadow", "--sink=60:1G"] {
+            assert_eq!(task(word).unwrap_err().errno, Errno::EACCES, "{word}");
+        }
+    }
+
+    #[test]
     fn exports_stay_below_the_roots_when_they_are_opened() {
         let task = try_task(
             &allowed(),
@@ -358,6 +370,8 @@ mod tests {
             // Memory of the daemon, and files that are not theirs.
             "pcap-on",
             "pcap-ring",
+            "sink",
+            "source",
             "stay",
             "sysfs",
             "sysfs-strict",

@@ -13,8 +13,8 @@ use crate::{
 
 #[derive(Args)]
 #[command(after_help = "\
-The file is TOML. It has a table for each server, mapping and RDS node, whose keys are the options of `ferroce serve`, `ferroce map` and \
-`ferroce rds node`:
+The file is TOML. It has a table for each server, mapping, RDS node and LNet node, whose keys are the options of `ferroce serve`, `ferroce map`, \
+`ferroce rds node` and `ferroce lnet serve`:
 
   [serve.images]
   addr = [\"192.0.2.7\", \"198.51.100.7\"]
@@ -29,6 +29,9 @@ The file is TOML. It has a table for each server, mapping and RDS node, whose ke
 
   [rds.node]                       # for AF_RDS sockets of this user's programs
   addr = \"192.0.2.1\"
+
+  [lnet.fs]
+  nid = \"192.0.2.1@o2ib\"          # the argument of the command
 
 Flags are true or false, as are options with the values on and off; repeatable options take an array.
 
@@ -58,7 +61,7 @@ rejected as a whole; check it first with `ferroce daemon --config FILE --check`.
 Failed tasks are restarted with a backoff from 1 s to 30 s. SIGINT and SIGTERM stop all tasks as they stop `serve` and `map`, then the daemon exits. \
 With systemd (Type=notify) it reports readiness when each task is up or has failed once, and serves the watchdog.")]
 pub(crate) struct DaemonArgs {
-    /// Configuration file with servers, mappings and RDS nodes [default: none; `ferroce serve --daemon` and `map --daemon` start tasks]
+    /// Configuration file with servers, mappings and nodes of RDS and LNet [default: none; `ferroce serve --daemon`, for example, starts tasks]
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
     /// Check the file and print its commands without running them. Exit status 0: valid; 1: a task could not start on this host, such as for

@@ -216,5 +216,8 @@ mod tests {
         );
         assert_eq!(of(&["--addr=127.0.0.2"]), Change::Restart);
         assert_eq!(of(&[rds[0], "--dir=/x"]), Change::Restart);
+        let lnet = ["--nid=192.0.2.1@o2ib"];
+        let of = |words: &[&str]| change(&Kind::Lnet, &task(&lnet), &task(words), &Resolver::default()).unwrap();
+        assert_eq!(of(&[lnet[0], "--sink=60"]), Change::Restart);
     }
 }

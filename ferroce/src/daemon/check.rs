@@ -58,6 +58,10 @@ fn check_task(name: &TaskName, job: &Job, used: &mut Used) -> Result<(), Failure
             let mut addrs = args.addrs().iter();
             addrs.try_for_each(|addr| used.add(format!("RDS at {addr}"), name))
         }
+        Job::Lnet(args) => {
+            args.check()?;
+            used.add(format!("LNet at {}", args.nid().address()), name)
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! The daemon's configuration file: servers, mappings and RDS nodes, with the options of their commands as keys.
+//! The daemon's configuration file: servers, mappings and nodes of RDS and LNet, with the options of their commands as keys.
 
 use std::{
     collections::BTreeMap,
@@ -143,7 +143,8 @@ impl Source<'_> {
             }
             let Some(kind) = Kind::named(name.as_ref()) else {
                 let kinds = Kind::ALL.iter().map(Kind::name);
-                let all = format!("there are [serve.NAME], [map.NAME], [rds.NAME], [{DAEMON}] and [{CONTROL}]");
+                let all =
+                    format!("there are [serve.NAME], [map.NAME], [rds.NAME], [lnet.NAME], [{DAEMON}] and [{CONTROL}]");
                 let hint = hint(name.as_ref(), kinds.chain([DAEMON, CONTROL]), &all);
                 let text = format!("unknown table `{}`: {hint}", name.as_ref());
                 return Err(self.error(name.span().start, text));
@@ -477,6 +478,10 @@ mod tests {
             [rds.node]
             addr = "192.0.2.1"
             max-buffers = "1G"
+
+            [lnet.fs]
+            nid = "192.0.2.1@o2ib"
+            sink = ["60:4M", "61"]
             "#,
         );
         let config = config.unwrap();
@@ -485,7 +490,7 @@ mod tests {
             .iter()
             .map(|(name, task)| (name.to_string(), task.words.join(" ")))
             .collect();
-        assert_eq!(words.len(), 3);
+        assert_eq!(words.len(), 4);
         let serve = "--addr=192.0.2.1 --addr=198.51.100.1:1235 --always-invalidate=off --direct --export-dir=/images,ro \
                      --max-chunk-size=1M --queue-depth=1024";
         assert_eq!(words[0], ("serve.images".to_owned(), serve.to_owned()));
@@ -496,6 +501,8 @@ mod tests {
             words[2],
             ("rds.node".to_owned(), "--addr=192.0.2.1 --max-buffers=1G".to_owned())
         );
+        let lnet = "--nid=192.0.2.1@o2ib --sink=60:4M --sink=61";
+        assert_eq!(words[3], ("lnet.fs".to_owned(), lnet.to_owned()));
         assert!(parse("").unwrap().tasks.is_empty());
     }
 
@@ -528,7 +535,14 @@ mod tests {
         let titles: Vec<_> = tables.iter().map(|(title, _)| &**title).collect();
         assert_eq!(
             titles,
-            ["[serve.NAME]", "[map.NAME]", "[rds.NAME]", "[daemon]", "[control]"]
+            [
+                "[serve.NAME]",
+                "[map.NAME]",
+                "[rds.NAME]",
+                "[lnet.NAME]",
+                "[daemon]",
+                "[control]"
+            ]
         );
         let (_, keys) = tables.last().unwrap();
         let keys: String = keys
@@ -573,11 +587,13 @@ mod tests {
             (format!("{map}colour = 1"), "`ferroce map --help` has them all"),
             (
                 "[x]".to_owned(),
-                "there are [serve.NAME], [map.NAME], [rds.NAME], [daemon] and [control]",
+                "there are [serve.NAME], [map.NAME], [rds.NAME], [lnet.NAME], [daemon] and [control]",
             ),
             ("[rds.a]\nmax-socket = 1".to_owned(), "did you mean `max-sockets`?"),
             ("[rds.a]\nstay = true".to_owned(), "unknown key `stay` of rds.a"),
             ("[rds.a]\njson = true".to_owned(), "for [daemon]"),
+            ("[lnet.a]\nnid = '192.0.2.1@tcp'".to_owned(), "not of o2iblnd"),
+            ("[lnet.a]\nsink = 60".to_owned(), "nid <NID>"),
             ("[daemon]\nconfig = 'x'".to_owned(), "unknown key `config` of [daemon]"),
         ] {
             let e = parse(&text).expect_err(&text);

@@ -1,11 +1,11 @@
-//! `ferroce serve --daemon`, `ferroce map --daemon` and `ferroce rds node --daemon`: start a task of a running daemon.
+//! `ferroce serve --daemon`, `ferroce map --daemon`, `ferroce rds node --daemon` and `ferroce lnet serve --daemon`: start a task of a running daemon.
 
 use std::path::Path;
 
 use clap::{ArgAction, ArgMatches, Command, parser::ValueSource};
 
 use super::task::Kind;
-use crate::{ctl, output::Failure};
+use crate::{ctl, lnet, output::Failure};
 
 /// Options of this process, which are not handed over.
 const OWN: [&str; 3] = ["daemon", "verbose", "quiet"];
@@ -24,9 +24,9 @@ pub(crate) fn hand_over(kind: &Kind, name: &str, command: &Command, matches: &Ar
 pub(super) fn words(command: &Command, matches: &ArgMatches) -> Result<Vec<String>, Failure> {
     let mut words = Vec::new();
     for arg in command.get_arguments() {
-        let (id, Some(long)) = (arg.get_id().as_str(), arg.get_long()) else {
-            continue;
-        };
+        let id = arg.get_id().as_str();
+        // What has only a place is an option of the task.
+        let long = arg.get_long().unwrap_or(id);
         let given = matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine);
         if !given || OWN.contains(&long) {
             continue;
@@ -61,6 +61,10 @@ fn from_root(long: &str, value: &str) -> Result<String, Failure> {
             None => Ok(value.to_owned()),
         },
         ("vhost-user", None) => absolute(value),
+        ("source", _) => match lnet::source_file(value) {
+            Some((portal, file)) => Ok(format!("{portal}:{}", absolute(file)?)),
+            None => Ok(value.to_owned()),
+        },
         ("export" | "vhost-user", Some((name, path))) => Ok(format!("{name}={}", absolute(path)?)),
         _ => Ok(value.to_owned()),
     }

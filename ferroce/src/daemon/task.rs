@@ -1,10 +1,10 @@
-//! A task of the daemon: a server, a mapping or an RDS node, as arguments of its command.
+//! A task of the daemon: a server, a mapping, an RDS node or an LNet node, as arguments of its command.
 
 use std::fmt;
 
 use clap::{Args, Command, FromArgMatches, parser::ValueSource};
 
-use crate::{map::MapArgs, output::Failure, rds::node::NodeArgs, serve::ServeArgs};
+use crate::{lnet, map::MapArgs, output::Failure, rds::node::NodeArgs, serve::ServeArgs};
 
 /// Kind of a task: its command.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -12,10 +12,11 @@ pub(crate) enum Kind {
     Serve,
     Map,
     Rds,
+    Lnet,
 }
 
 impl Kind {
-    pub(super) const ALL: [Self; 3] = [Self::Serve, Self::Map, Self::Rds];
+    pub(super) const ALL: [Self; 4] = [Self::Serve, Self::Map, Self::Rds, Self::Lnet];
 
     /// Subcommands of `ferroce` that are the command.
     pub(crate) const fn subcommands(&self) -> &'static [&'static str] {
@@ -23,6 +24,7 @@ impl Kind {
             Self::Serve => &["serve"],
             Self::Map => &["map"],
             Self::Rds => &["rds", "node"],
+            Self::Lnet => &["lnet", "serve"],
         }
     }
 
@@ -32,6 +34,7 @@ impl Kind {
             Self::Serve => "serve",
             Self::Map => "map",
             Self::Rds => "rds",
+            Self::Lnet => "lnet",
         }
     }
 
@@ -46,6 +49,7 @@ impl Kind {
             Self::Serve => Job::Serve(Box::new(ServeArgs::from_arg_matches(&matches)?)),
             Self::Map => Job::Map(Box::new(MapArgs::from_arg_matches(&matches)?)),
             Self::Rds => Job::Rds(Box::new(NodeArgs::from_arg_matches(&matches)?)),
+            Self::Lnet => Job::Lnet(Box::new(lnet::serve::ServeArgs::from_arg_matches(&matches)?)),
         })
     }
 
@@ -55,6 +59,8 @@ impl Kind {
             Self::Serve => ServeArgs::augment_args(command),
             Self::Map => MapArgs::augment_args(command),
             Self::Rds => NodeArgs::augment_args(command),
+            // Its place on the command line is a key of a table.
+            Self::Lnet => lnet::serve::ServeArgs::augment_args(command).mut_arg("nid", |nid| nid.long("nid")),
         }
     }
 
@@ -112,6 +118,7 @@ pub(crate) enum Job {
     Serve(Box<ServeArgs>),
     Map(Box<MapArgs>),
     Rds(Box<NodeArgs>),
+    Lnet(Box<lnet::serve::ServeArgs>),
 }
 
 /// Converts an error of the arguments to a failure.

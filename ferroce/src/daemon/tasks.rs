@@ -30,7 +30,7 @@ use super::{
 use crate::{
     control::{Control, Events, ServiceRegistry, not_renewed},
     event::Event,
-    map,
+    lnet, map,
     names::Resolver,
     output::Failure,
     place::{Place, Stage},
@@ -47,7 +47,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// Time that the start waits for servers before it starts mappings.
 const SERVERS_FIRST: Duration = Duration::from_secs(5);
 /// Order in which tasks end: a mapping may be of one of our servers, and needs it for its last flush.
-const ENDING: [Kind; 3] = [Kind::Map, Kind::Serve, Kind::Rds];
+const ENDING: [Kind; 4] = [Kind::Map, Kind::Serve, Kind::Rds, Kind::Lnet];
 /// Tasks at a time that are not in the file; EBUSY beyond.
 const MAX_REQUESTED: usize = 64;
 /// Run time after which a failure is the first in a row.
@@ -222,6 +222,7 @@ impl Tasks {
                 Job::Serve(args) => serve::serve(&args, place),
                 Job::Map(args) => map::map(&args, place),
                 Job::Rds(args) => node::node(&args, place),
+                Job::Lnet(args) => lnet::serve::serve(&args, place),
             }
         };
         let thread = thread::Builder::new()
@@ -588,7 +589,7 @@ impl Tasks {
         entries.iter().map(status).collect()
     }
 
-    /// Reads the name of a task, `map.NAME`, `serve.NAME` or `rds.NAME`.
+    /// Reads the name of a task, `map.NAME`, `serve.NAME`, `rds.NAME` or `lnet.NAME`.
     pub(super) fn name(text: &str) -> Result<TaskName, Refused> {
         let split = text
             .split_once('.')
@@ -600,7 +601,7 @@ impl Tasks {
             }),
             _ => Err(Refused::new(
                 Errno::EINVAL,
-                format!("{text:?} is not a task: map.NAME, serve.NAME or rds.NAME"),
+                format!("{text:?} is not a task: map.NAME, serve.NAME, rds.NAME or lnet.NAME"),
             )),
         }
     }

@@ -4,7 +4,7 @@ mod explain;
 mod ping;
 mod portals;
 mod selftest;
-mod serve;
+pub(crate) mod serve;
 
 use std::{
     io,
@@ -13,6 +13,7 @@ use std::{
 
 use clap::{Args, Subcommand};
 use lnet_host::{Config, LnetNode, Nid, NodeOptions};
+pub(crate) use portals::source_file;
 use roce::iface;
 
 use crate::{output::Failure, rdma::RdmaArgs};
@@ -31,6 +32,16 @@ enum Lnet {
     Serve(serve::ServeArgs),
     /// Measure LNet to other nodes by lnet_selftest, as `lst` of Lustre does
     Selftest(selftest::SelftestArgs),
+}
+
+impl LnetCommand {
+    /// Name of the task that it is to hand over to the daemon, if it is.
+    pub(crate) fn handed_over(&self) -> Option<String> {
+        match &self.command {
+            Lnet::Serve(args) if args.daemon => Some(args.nid().to_string()),
+            _ => None,
+        }
+    }
 }
 
 /// Runs a command.

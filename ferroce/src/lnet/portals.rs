@@ -3,9 +3,8 @@
 use std::{fs, path::PathBuf};
 
 use lnet_host::{Attached, Buffer, Entry, EntryId, EntryOptions, LnetNode};
-use serde::Serialize;
 
-use crate::{output::Failure, units};
+use crate::{event::Event, output::Failure, units};
 
 /// Bytes of a portal whose option does not say.
 const USUAL: usize = 1 << 20;
@@ -69,7 +68,28 @@ pub(super) fn source(text: &str) -> Result<Source, String> {
     Ok(Source { portal, data })
 }
 
+/// Returns the portal and the file of a source's text, if it names a file.
+pub(crate) fn source_file(text: &str) -> Option<(u32, &str)> {
+    match source(text) {
+        Ok(Source {
+            portal,
+            data: Data::File(_),
+        }) => Some((portal, split(text).ok()?.1?)),
+        _ => None,
+    }
+}
+
 impl Source {
+    /// Checks that its file is there.
+    fn check(&self) -> Result<(), Failure> {
+        match &self.data {
+            Data::Zeros(_) => Ok(()),
+            Data::File(path) => fs::metadata(path)
+                .map(drop)
+                .map_err(|e| Failure::failed(format!("{}: {e}", path.display()))),
+        }
+    }
+
     fn memory(&self) -> Result<Buffer, Failure> {
         match &self.data {
             Data::Zeros(len) => allocate(*len),
@@ -91,39 +111,12 @@ fn allocate(len: usize) -> Result<Buffer, Failure> {
     Buffer::allocate(len).ok_or_else(|| Failure::failed(format!("no memory for {len} bytes")))
 }
 
-/// Counts of a portal.
-#[derive(Serialize)]
-pub(super) struct PortalCounts {
-    portal: u32,
-    kind: &'static str,
-    done: u64,
-    bytes: u64,
-    failed: u64,
-}
-
-impl PortalCounts {
-    pub(super) fn text(&self) -> String {
-        let Self {
-            portal,
-            kind,
-            done,
-            bytes,
-            failed,
-        } = self;
-        format!("{kind} at portal {portal}: {done} operations with {bytes} bytes, {failed} failed")
-    }
-}
-
 /// Portals of a node.
 pub(super) struct Portals(Vec<(u32, &'static str, Attached)>);
 
 impl Portals {
-    /// Attaches them, for all match bits.
-    pub(super) fn attach(
-        node: &LnetNode,
-        (sinks, sources): (&[Sink], &[Source]),
-        has_selftest: bool,
-    ) -> Result<Self, Failure> {
+    /// Checks that they are different ones, and none of lnet_selftest.
+    pub(super) fn check((sinks, sources): (&[Sink], &[Source]), has_selftest: bool) -> Result<(), Failure> {
         let portals = sinks.iter().map(|sink| sink.portal);
         let all: Vec<u32> = portals.chain(sources.iter().map(|source| source.portal)).collect();
         if let Some(portal) = units::twice(&all) {
@@ -133,6 +126,16 @@ impl Portals {
             let text = format!("portal {portal} is one of lnet_selftest, which --no-selftest turns off");
             return Err(Failure::usage(text));
         }
+        sources.iter().try_for_each(Source::check)
+    }
+
+    /// Attaches them, for all match bits.
+    pub(super) fn attach(
+        node: &LnetNode,
+        (sinks, sources): (&[Sink], &[Source]),
+        has_selftest: bool,
+    ) -> Result<Self, Failure> {
+        Self::check((sinks, sources), has_selftest)?;
         let attach = |portal, right, memory| {
             let entry = Entry {
                 portal,
@@ -163,11 +166,11 @@ impl Portals {
         found.map(|(portal, ..)| *portal)
     }
 
-    /// Returns the counts of each.
-    pub(super) fn counts(&self) -> Result<Vec<PortalCounts>, Failure> {
+    /// Returns the counts of each, as events.
+    pub(super) fn counts(&self) -> Result<Vec<Event>, Failure> {
         let counts = |(portal, kind, attached): &(u32, &'static str, Attached)| {
             let counts = attached.counts().map_err(Failure::of)?;
-            Ok(PortalCounts {
+            Ok(Event::LnetPortal {
                 portal: *portal,
                 kind,
                 done: counts.done,
@@ -195,5 +198,6 @@ mod tests {
         assert_eq!(data("60:8k"), Ok("Zeros(8192)".into()));
         assert_eq!([data("60:./8"), data("60:a:b")], [file("./8"), file("a:b")]);
         assert!(source("0:8k").is_err());
+        assert_eq!(["60:8k", "60:a:b"].map(source_file), [None, Some((60, "a:b"))]);
     }
 }

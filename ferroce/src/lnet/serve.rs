@@ -1,22 +1,22 @@
-//! `ferroce lnet serve`: a node of LNet in the foreground.
+//! `ferroce lnet serve`: a node of LNet, in the foreground or as a task of the daemon.
 
-use std::{io::ErrorKind, time::Duration};
+use std::io::ErrorKind;
 
 use clap::Args;
-use lnet_host::{Error, LnetNode, Nid, NodeOptions, Output, Served, TargetConfig};
-use serde::Serialize;
+use lnet_host::{Error, LnetNode, Nid, NodeOptions, NodeStats, Output, Served, TargetConfig};
+use rnbd_host::LoopStats;
 
 use super::{
     Offer, o2ib, open,
-    portals::{self, PortalCounts, Portals, Sink, Source},
+    portals::{self, Portals, Sink, Source},
 };
 use crate::{
-    output::{self, Failure},
-    signals::Stop,
+    control::{ControlArgs, address, lnet::counters},
+    event::{Event, Moved},
+    output::Failure,
+    place::{Place, Stage, foreground},
+    report::{ReportArgs, Reporter},
 };
-
-/// Time between two questions whether to stop.
-const PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -27,12 +27,15 @@ authentication: any host that reaches it can use it for such tests, write the me
 A sink takes the PUTs to its portal, with any match bits, a source answers the GETs. Each operation says at which byte it begins, and is cut \
 where the memory ends.
 
-It prints a line for each connection, ping and refused request, and its counts at the end. With --json these are objects with `event`: \
-`listening` (`nid`), `connected` (`peer`, `queue_depth`, `fragments`, `incarnation`), `disconnected` (`peer`, `why`), `refused` (`address`, \
-`why`), `pinged` (`peer`), `discovered` (`peer`: it has sent its interfaces), `put` and `got` (an operation on a sink or source: `peer`, `portal`, \
-`match_bits`, `offset`, `bytes`; `hdr_data` of a PUT), `failed` (one that has failed: `peer`, `portal`, `match_bits`, `why`), and `summary` (`sent`, \
-`sent_bytes`, `received`, `received_bytes`, `dropped`: LNet messages and bytes of their data; `portals`: of each sink and source `portal`, \
-`kind`, and operations: `done` with `bytes`, and `failed`; `events_lost`: lines that were not printed, because there were too many at a time).")]
+`ferroce stat` shows the nodes of this user and network namespace, and those of the daemon.
+
+With --json, one event per line on standard output: `lnet_listening` (`nid`), `lnet_up` (`peer`, `queue_depth`, `fragments`, `incarnation`), \
+`lnet_down` (`peer`, `why`), `lnet_refused` (`address`, `why`), `lnet_pinged` (`peer`), `lnet_discovered` (`peer`: it has sent its interfaces), \
+`lnet_put` and `lnet_got` (an operation on a sink or source: `peer`, `portal`, `match_bits`, `offset`, `bytes`; `hdr_data` of a PUT), \
+`lnet_failed` (one that has failed: `peer`, `portal`, `match_bits`, `why`); `stats` (with --stats-interval), and at the end `lnet_portal` (of each \
+sink and source `portal`, `kind`, and operations: `done` with `bytes`, and `failed`), `events_lost` (`events`: there were too many at a time), \
+and `summary`. `stats` and `summary` have the counters of `ferroce stat`: `sent`, `sent_bytes`, `received`, `received_bytes` and `dropped` are \
+LNet messages and the bytes of their data.")]
 pub(crate) struct ServeArgs {
     /// NID, as 192.0.2.1@o2ib, whose address is one of this host's; without a network it is `o2ib`
     #[arg(value_parser = o2ib)]
@@ -48,190 +51,93 @@ pub(crate) struct ServeArgs {
     /// Take no part in tests of lnet_selftest
     #[arg(long)]
     no_selftest: bool,
-    /// Print JSON
+    /// Hand this over to a running `ferroce daemon`, as its task lnet.NID, and exit
     #[arg(long)]
-    json: bool,
+    pub(super) daemon: bool,
+    #[command(flatten)]
+    control: ControlArgs,
+    #[command(flatten)]
+    report: ReportArgs,
 }
 
-#[derive(Serialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-enum Event {
-    Listening {
-        nid: String,
-    },
-    Connected {
-        peer: String,
-        queue_depth: u16,
-        fragments: u16,
-        incarnation: u64,
-    },
-    Disconnected {
-        peer: String,
-        why: String,
-    },
-    Refused {
-        address: String,
-        why: String,
-    },
-    Pinged {
-        peer: String,
-    },
-    Discovered {
-        peer: String,
-    },
-    Put {
-        peer: String,
-        portal: u32,
-        match_bits: u64,
-        hdr_data: u64,
-        offset: usize,
-        bytes: u32,
-    },
-    Got {
-        peer: String,
-        portal: u32,
-        match_bits: u64,
-        offset: usize,
-        bytes: u32,
-    },
-    Failed {
-        peer: String,
-        portal: u32,
-        match_bits: u64,
-        why: String,
-    },
-    Summary {
-        sent: u64,
-        sent_bytes: u64,
-        received: u64,
-        received_bytes: u64,
-        dropped: u64,
-        portals: Vec<PortalCounts>,
-        events_lost: u64,
-    },
-}
-
-impl Event {
-    fn of(output: Output, portals: &Portals) -> Option<Self> {
-        Some(match output {
-            Output::Up(peer, negotiated) => Self::Connected {
-                peer: peer.to_string(),
-                queue_depth: negotiated.depth,
-                fragments: negotiated.frags,
-                incarnation: negotiated.incarnation,
-            },
-            Output::Down(peer, why) => Self::Disconnected {
-                peer: peer.to_string(),
-                why: why.to_string(),
-            },
-            Output::Refused(address, why) => Self::Refused {
-                address: address.to_string(),
-                why: why.to_string(),
-            },
-            Output::Pinged(peer) => Self::Pinged { peer: peer.to_string() },
-            Output::Pushed(peer) => Self::Discovered { peer: peer.to_string() },
-            Output::Served(served, result) => Self::served(&served, portals.portal_of(served.entry)?, result),
-            Output::Done(..) | Output::Unlinked(_) => return None,
-        })
+impl ServeArgs {
+    /// Its NID.
+    pub(crate) const fn nid(&self) -> Nid {
+        self.nid
     }
 
-    /// An operation on a portal has ended.
-    fn served(served: &Served, portal: u32, result: Result<u32, lnet_host::Failure>) -> Self {
-        let &Served {
+    /// Checks what can be checked without a node.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        Portals::check((&self.sink, &self.source), !self.no_selftest)
+    }
+}
+
+fn event(output: Output, portals: &Portals) -> Option<Event> {
+    Some(match output {
+        Output::Up(peer, negotiated) => Event::LnetUp {
+            peer,
+            queue_depth: negotiated.depth,
+            fragments: negotiated.frags,
+            incarnation: negotiated.incarnation,
+        },
+        Output::Down(peer, why) => Event::LnetDown { peer, why },
+        Output::Refused(address, why) => Event::LnetRefused { address, why },
+        Output::Pinged(peer) => Event::LnetPinged { peer },
+        Output::Pushed(peer) => Event::LnetDiscovered { peer },
+        Output::Served(served, result) => of_portal(&served, portals.portal_of(served.entry)?, result),
+        Output::Done(..) | Output::Unlinked(_) => return None,
+    })
+}
+
+/// An operation on a portal has ended.
+fn of_portal(served: &Served, portal: u32, result: Result<u32, lnet_host::Failure>) -> Event {
+    let &Served {
+        from: peer,
+        match_bits,
+        hdr_data,
+        offset,
+        ..
+    } = served;
+    match result {
+        Err(why) => Event::LnetFailed {
+            peer,
+            portal,
+            match_bits,
+            why,
+        },
+        Ok(bytes) if served.is_put => Event::LnetPut {
+            peer,
+            portal,
             match_bits,
             hdr_data,
             offset,
-            ..
-        } = served;
-        let peer = served.from.to_string();
-        match result {
-            Err(why) => Self::Failed {
-                peer,
-                portal,
-                match_bits,
-                why: why.to_string(),
-            },
-            Ok(bytes) if served.is_put => Self::Put {
-                peer,
-                portal,
-                match_bits,
-                hdr_data,
-                offset,
-                bytes,
-            },
-            Ok(bytes) => Self::Got {
-                peer,
-                portal,
-                match_bits,
-                offset,
-                bytes,
-            },
-        }
-    }
-
-    fn text(&self) -> String {
-        match self {
-            Self::Listening { nid } => format!("listening: {nid}"),
-            Self::Connected {
-                peer,
-                queue_depth,
-                fragments,
-                ..
-            } => format!("{peer} is connected, queue depth {queue_depth}, {fragments} fragments"),
-            Self::Disconnected { peer, why } => format!("{peer} is disconnected: {why}"),
-            Self::Refused { address, why } => format!("a request of {address} was refused: {why}"),
-            Self::Pinged { peer } => format!("{peer} has pinged"),
-            Self::Discovered { peer } => format!("{peer} has sent its interfaces (discovery)"),
-            Self::Put {
-                peer,
-                portal,
-                match_bits,
-                offset,
-                bytes,
-                ..
-            } => {
-                format!("{peer} has put {bytes} bytes to portal {portal}, match bits {match_bits:#x}, offset {offset}")
-            }
-            Self::Got {
-                peer,
-                portal,
-                match_bits,
-                offset,
-                bytes,
-            } => format!(
-                "{peer} has got {bytes} bytes from portal {portal}, match bits {match_bits:#x}, offset {offset}"
-            ),
-            Self::Failed {
-                peer,
-                portal,
-                match_bits,
-                why,
-            } => {
-                format!("an operation of {peer} on portal {portal} has failed, match bits {match_bits:#x}: {why}")
-            }
-            Self::Summary {
-                sent,
-                sent_bytes,
-                received,
-                received_bytes,
-                dropped,
-                portals,
-                events_lost,
-            } => {
-                let mut lines = vec![format!(
-                    "received {received} messages with {received_bytes} bytes, sent {sent} with {sent_bytes} bytes, dropped {dropped}"
-                )];
-                lines.extend(portals.iter().map(PortalCounts::text));
-                lines.extend((*events_lost > 0).then(|| format!("{events_lost} events were lost")));
-                lines.join("\n")
-            }
-        }
+            bytes,
+        },
+        Ok(bytes) => Event::LnetGot {
+            peer,
+            portal,
+            match_bits,
+            offset,
+            bytes,
+        },
     }
 }
 
 /// Serves until a signal.
 pub(super) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    let stop = Stop::on_signals()?;
+    let control = match address::of_lnet_node() {
+        Ok(socket) => args.control.with(socket),
+        Err(e) => {
+            tracing::warn!("`ferroce stat` does not find this node: {e}");
+            args.control.clone()
+        }
+    };
+    let ran = foreground(&control, &args.report, |place| serve(args, place));
+    args.report.end(ran)
+}
+
+/// Serves until it is to stop.
+pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
     let options = NodeOptions {
         config: args.offer.config(),
         target: (!args.no_selftest).then(TargetConfig::default),
@@ -239,38 +145,46 @@ pub(super) fn run(args: &ServeArgs) -> Result<(), Failure> {
     };
     let node = open(options, &args.offer)?;
     let portals = Portals::attach(&node, (&args.sink, &args.source), !args.no_selftest)?;
-    let nid = args.nid.to_string();
-    report(args, &Event::Listening { nid })?;
-    while !stop.requested() {
-        match node.next_event(Some(PAUSE)) {
+    let _listed = place.services.add_lnet_node(node.clone());
+    let mut reporter = place.reporter;
+    reporter.event(&Event::LnetListening { nid: args.nid })?;
+    (place.tell)(Stage::Up);
+    while !place.stop.requested() {
+        match node.next_event(Some(reporter.timeout())) {
             Ok(output) => {
-                if let Some(event) = Event::of(output, &portals) {
-                    report(args, &event)?;
+                if let Some(event) = event(output, &portals) {
+                    reporter.event(&event)?;
                 }
             }
             Err(Error::Ended(e)) if e.kind() == ErrorKind::TimedOut => {}
             Err(e) => return Err(Failure::of(e)),
         }
+        reporter.tick(|| counted(node.stats().unwrap_or_default()))?;
     }
-    report(args, &summary(&node, &portals)?)
+    finish(&node, &portals, &reporter)
 }
 
-fn summary(node: &LnetNode, portals: &Portals) -> Result<Event, Failure> {
-    let counters = node.counters().map_err(Failure::of)?;
-    Ok(Event::Summary {
-        sent: counters.sent,
-        sent_bytes: counters.sent_bytes,
-        received: counters.received,
-        received_bytes: counters.received_bytes,
-        dropped: counters.dropped,
-        portals: portals.counts()?,
-        events_lost: node.lost_events().map_err(Failure::of)?,
-    })
+fn finish(node: &LnetNode, portals: &Portals, reporter: &Reporter) -> Result<(), Failure> {
+    let stats = node.stats().map_err(Failure::of)?;
+    for event in portals.counts()? {
+        reporter.event(&event)?;
+    }
+    if let events @ 1.. = stats.events_lost {
+        reporter.event(&Event::EventsLost { events })?;
+    }
+    let (turns, moved) = counted(stats);
+    reporter.summary(&turns, moved)
 }
 
-fn report(args: &ServeArgs, event: &Event) -> Result<(), Failure> {
-    match args.json {
-        true => output::json(event),
-        false => output::line(&event.text()),
-    }
+/// Returns the operations of peers, and the packets that they took.
+fn counted(stats: NodeStats) -> (LoopStats, Moved) {
+    let c = &stats.counters;
+    let moved = Moved {
+        bytes_read: c.get_bytes,
+        bytes_written: c.put_bytes,
+        requests: c.puts + c.gets + c.failed,
+        failed: c.failed,
+        refused: counters(&stats).collect(),
+    };
+    (stats.turns, moved)
 }

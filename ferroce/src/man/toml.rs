@@ -31,8 +31,8 @@ pub(super) fn page(version: &str) -> Roff {
     roff.control("SH", ["DESCRIPTION"]);
     for paragraph in [
         "The configuration file of ferroce-daemon(1) is TOML. It has one table for each server, [serve.NAME], for each \
-         mapping, [map.NAME], and for each RDS node, [rds.NAME]; their keys are the options of ferroce-serve(1), ferroce-map(1) and \
-         ferroce-rds-node(1) without the dashes. The table [daemon] has options of \
+         mapping, [map.NAME], for each RDS node, [rds.NAME], and for each LNet node, [lnet.NAME]; their keys are the options of ferroce-serve(1), ferroce-map(1) and \
+         ferroce-rds-node(1) and ferroce-lnet-serve(1) without the dashes. The table [daemon] has options of \
          ferroce-daemon(1) itself. The table [control] limits tasks that members of the control socket's group start: without a key, what it \
          allows is refused.",
         "An option without a value is true or false, and so is one whose values are on and off. An option that may be given several \
@@ -101,7 +101,14 @@ mod tests {
         ] {
             assert!(page.contains(&format!("\\fB{key}\\fR = ")), "{key}: {page}");
         }
-        for table in ["[serve.NAME]", "[map.NAME]", "[rds.NAME]", "[daemon]", "[control]"] {
+        for table in [
+            "[serve.NAME]",
+            "[map.NAME]",
+            "[rds.NAME]",
+            "[lnet.NAME]",
+            "[daemon]",
+            "[control]",
+        ] {
             assert!(page.contains(&format!(".SH {table}")), "{table}: {page}");
         }
         assert!(!page.contains("\\fBconfig\\fR"), "an option of the command line alone");

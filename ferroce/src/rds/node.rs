@@ -14,7 +14,7 @@ use roce::{Hardware, broker::Error};
 
 use crate::{
     control::ControlArgs,
-    event::{Event, Moved, loop_stats},
+    event::{Event, Moved},
     output::Failure,
     place::{Place, Stage, foreground},
     rdma::RdmaArgs,
@@ -220,5 +220,5 @@ fn counted(stats: &NodeStats) -> (LoopStats, Moved) {
         failed: 0,
         refused: stats.named().collect(),
     };
-    (loop_stats(stats), moved)
+    (stats.turns.clone(), moved)
 }

@@ -32,14 +32,14 @@ pub use counts::EntryCounts;
 pub use entry::{Attached, EntryEvent};
 pub use error::Error;
 pub use lnet::{
-    Buffer, Config, ConnectionInfo, Counters, Entry, EntryId, EntryOptions, Failure, Get, Negotiated, Output, Put,
-    Refusal, Rejected, Served, TieBreak,
+    Buffer, Config, ConnectionInfo, Counters, CreditInfo, Entry, EntryId, EntryOptions, Failure, Get, Negotiated,
+    Output, Put, Refusal, Rejected, Rejects, Served, TieBreak,
     proto::{Features, NiStatus, Nid, STATUS_DOWN, STATUS_UP, Why},
     selftest::{
         NodeCounters, RunCounts, RunError, RunEvent, RunPlan, TargetConfig,
-        proto::{Body as SelfTestBody, Parameters, Pattern},
+        proto::{Body as SelfTestBody, Parameters, Pattern, RpcCounters},
     },
 };
-pub use node::{LnetNode, NodeOptions};
+pub use node::{LnetNode, NodeOptions, NodeStats};
 pub use pending::{Pending, PendingPing, PingReply};
 pub use selftest::SelfTest;

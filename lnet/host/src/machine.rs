@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 
 use lnet::{
     Entry, EntryId, Failure, JobId, Node, Output, Served,
-    selftest::{Run, RunEvent, Target},
+    selftest::{Run, RunEvent, Target, proto::RpcCounters},
 };
 use roce_host::Machine;
 use roce_verbs::{
@@ -104,6 +104,11 @@ impl LnetMachine {
     pub(crate) fn detach(&mut self, id: EntryId) {
         self.node.detach(id);
         self.entries.remove(&id);
+    }
+
+    /// Counters of lnet_selftest, if this node has its services.
+    pub(crate) fn selftest(&self) -> Option<RpcCounters> {
+        self.target.as_ref().map(Target::counters)
     }
 
     fn take_report(&mut self, output: Output, changed: &mut dyn FnMut(Key)) {

@@ -12,9 +12,9 @@ use std::{
 use lnet::{
     Buffer, Config, ConnectionInfo, Counters, Entry, Failure, Get, JobId, Node, Output, Put,
     proto::Nid,
-    selftest::{Target, TargetConfig},
+    selftest::{Target, TargetConfig, proto::RpcCounters},
 };
-use roce::{DeviceConfig, Hardware};
+use roce::{DeviceConfig, Hardware, reactor::LoopStats};
 use roce_host::Hosted;
 use roce_verbs::{
     Instant,
@@ -54,6 +54,21 @@ impl NodeOptions {
             target: None,
         }
     }
+}
+
+/// Numbers of a node at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct NodeStats {
+    /// Counters of the protocol.
+    pub counters: Counters,
+    /// Requests of lnet_selftest that this node has answered and made for tests of others; `None`: it takes no part in these.
+    pub selftest: Option<RpcCounters>,
+    /// Connections.
+    pub connections: Vec<ConnectionInfo>,
+    /// Reports that were lost because nobody has read them.
+    pub events_lost: u64,
+    /// The loop, with its device.
+    pub turns: LoopStats,
 }
 
 /// NID of this host: the connections to all peers, operations and portals. Clones are handles of the same node, which ends with the last
@@ -159,18 +174,25 @@ impl LnetNode {
         Ok(self.hosted.call(|machine| machine.node.connections().collect())?)
     }
 
-    /// Returns the counts of messages since its start.
+    /// Returns its numbers since its start.
     ///
     /// # Errors
     /// Why the node has ended.
-    pub fn counters(&self) -> Result<Counters, Error> {
-        Ok(self.hosted.call(|machine| machine.node.counters())?)
+    pub fn stats(&self) -> Result<NodeStats, Error> {
+        let turns = self.hosted.stats()?;
+        Ok(self.hosted.call(|machine| NodeStats {
+            counters: machine.node.counters(),
+            selftest: machine.selftest(),
+            connections: machine.node.connections().collect(),
+            events_lost: machine.events.lost(),
+            turns,
+        })?)
     }
 
     /// Waits for the next report about connections, pings and operations of peers, so long at most; `None`: until there is one. Never
     /// [`Output::Done`] and [`Output::Unlinked`].
     ///
-    /// The last 1024 are kept; [`lost_events`](Self::lost_events) counts those before.
+    /// The last 1024 are kept; [`NodeStats::events_lost`] counts those before.
     ///
     /// # Errors
     /// Why the node has ended, and `TimedOut`.
@@ -192,14 +214,6 @@ impl LnetNode {
             }
         })
         .await
-    }
-
-    /// Reports that were lost because nobody has read them.
-    ///
-    /// # Errors
-    /// Why the node has ended.
-    pub fn lost_events(&self) -> Result<u64, Error> {
-        Ok(self.hosted.call(|machine| machine.events.lost())?)
     }
 }
 

@@ -4,7 +4,7 @@ use core::net::{IpAddr, Ipv4Addr};
 
 use roce_verbs::{
     Instant,
-    provider::{CmKind, CmRef, ConnParams, Cx, DeviceIx, PdId, Provider, RejectReason, VerbsError},
+    provider::{CmKind, CmRef, ConnParams, Cx, DeviceIx, NoAnswer, PdId, Provider, RejectReason, VerbsError},
 };
 
 use super::Node;
@@ -54,6 +54,7 @@ impl Node {
     fn unreachable(&mut self, nid: Nid, why: &Failure) {
         let Some(peer) = self.peers.get_mut(&nid) else { return };
         peer.forget(&self.config);
+        self.counters.connect_failures += 1;
         let queue = core::mem::take(&mut peer.queue);
         self.out.push_back(Output::Down(nid, why.clone()));
         self.fail_all(queue, why);
@@ -163,6 +164,7 @@ impl Node {
             return;
         }
         conn.phase = Phase::Established;
+        self.counters.connected += 1;
         self.dirty.insert(id);
         let (nid, negotiated) = (conn.peer, conn.negotiated());
         self.out.push_back(Output::Up(nid, negotiated));
@@ -181,6 +183,7 @@ impl Node {
     fn rejected(&mut self, cx: &mut Cx<'_>, id: ConnId, reason: RejectReason, private_data: &[u8]) {
         let nid = self.conns[id].peer;
         let Some(peer) = self.peers.get_mut(&nid) else { return };
+        self.counters.rejects_received.add(handshake::why(reason, private_data));
         let next = handshake::rejected(reason, private_data, peer.offer());
         if let Next::GiveUp(why) = next {
             return self.lose(cx.provider, id, why.into());
@@ -199,6 +202,7 @@ impl Node {
             return;
         };
         let reject = why.reject(&self.us, &self.config).to_bytes();
+        self.counters.rejects_sent.add(Some(why.why()));
         let refused = cx.provider.cm_reject(request.cm, RejectReason::CONSUMER, &reject);
         if refused.is_err() {
             // The peer has withdrawn it meanwhile.
@@ -274,6 +278,8 @@ impl Node {
             return;
         }
         let nid = conn.peer;
+        self.counters.disconnected += u64::from(conn.phase == Phase::Established);
+        self.counters.connection_timeouts += u64::from(is_timeout(&why));
         self.close(provider, id, why.clone());
         let Some(peer) = self.peers.get_mut(&nid) else { return };
         let was_attempt = peer.forget_connection(id);
@@ -350,6 +356,10 @@ impl Node {
         let standing = self.conns.iter().filter(|(_, c)| c.phase == Phase::Established);
         self.dirty.extend(standing.map(|(id, _)| id));
     }
+}
+
+const fn is_timeout(why: &Failure) -> bool {
+    matches!(why, Failure::Timeout | Failure::Unreachable(NoAnswer::Timeout))
 }
 
 fn params(message: &Message<'_>, tos: Option<u8>, timeout: Option<core::time::Duration>) -> ConnParams {

@@ -7,6 +7,7 @@ use crate::{
     buffer::Buffer,
     conn::{Content, Phase, Tx},
     event::{Failure, JobId, Of, Output, Served},
+    info::Counters,
     operation::{Get, Job, JobKind, Put, checked_len},
     peer::Peer,
     proto::{Handle, LnetHdr, MAX_IMMEDIATE, Nid, Operation},
@@ -226,12 +227,33 @@ impl Node {
     /// An operation has ended.
     pub(super) fn finish(&mut self, id: JobId, result: Result<u32, Failure>) {
         if self.jobs.remove(&id).is_some() {
+            self.counters.operation_timeouts += u64::from(result == Err(Failure::Timeout));
             self.out.push_back(Output::Done(id, result));
         }
     }
 
     fn served(&mut self, served: Served, result: Result<u32, Failure>) {
         let entry = served.entry;
+        let Counters {
+            puts,
+            put_bytes,
+            gets,
+            get_bytes,
+            failed,
+            ..
+        } = &mut self.counters;
+        let (done, bytes) = if served.is_put {
+            (puts, put_bytes)
+        } else {
+            (gets, get_bytes)
+        };
+        match &result {
+            Ok(len) => {
+                *done += 1;
+                *bytes += u64::from(*len);
+            }
+            Err(_) => *failed += 1,
+        }
         self.out.push_back(Output::Served(served, result));
         if self.portals.released(entry) {
             self.out.push_back(Output::Unlinked(entry));

@@ -46,8 +46,6 @@ pub struct Node {
     jobs: BTreeMap<JobId, Job>,
     next_job: u64,
     next_cookie: Cookie,
-    /// Pings that were answered.
-    pings: u32,
     counters: Counters,
     /// Connections that have something to post, and peers that may want one.
     dirty: BTreeSet<ConnId>,
@@ -86,7 +84,6 @@ impl Node {
             jobs: BTreeMap::new(),
             next_job: 1,
             next_cookie: 1,
-            pings: 0,
             counters: Counters::default(),
             dirty: BTreeSet::new(),
             waking: BTreeSet::new(),

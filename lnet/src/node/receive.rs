@@ -285,14 +285,17 @@ impl Node {
 
     /// Ping information of this node. The status of the first interface, the loopback, is the number of the answer.
     fn ping_info(&mut self) -> Vec<u8> {
-        self.pings = self.pings.wrapping_add(1);
+        self.counters.pings += 1;
         let interface = |nid, status| NiStatus {
             nid,
             status,
             msg_size: 0,
         };
         let loopback = Nid::new(NET_LO, 0, [0; 4].into());
-        let interfaces = [interface(loopback, self.pings), interface(self.us.nid, STATUS_UP)];
+        let interfaces = [
+            interface(loopback, self.counters.pings as u32),
+            interface(self.us.nid, STATUS_UP),
+        ];
         let features = Features::NI_STATUS | Features::RTE_DISABLED;
         PingInfo::emit(ByteOrder::Little, features, PID_LUSTRE, &interfaces, &[])
     }
@@ -307,6 +310,7 @@ impl Node {
                 portal: PING_PORTAL,
                 ..
             } if ack_md != Handle::NONE && len as usize <= MAX_PUSH => {
+                self.counters.discoveries += 1;
                 self.out.push_back(Output::Pushed(self.conns[id].peer));
                 self.acknowledge(now, id, (ack_md, hdr.src_pid.get()), PING_MATCH_BITS, len)
             }

@@ -59,6 +59,9 @@ impl Why {
     /// The network interface is not ready yet.
     pub const EARLY: Self = Self(9);
 
+    /// Reasons that have names: 1 to this.
+    pub const KNOWN: usize = 9;
+
     /// Name in the kernel (`IBLND_REJECT_…`), if it has one.
     pub const fn name(self) -> Option<&'static str> {
         Some(match self {

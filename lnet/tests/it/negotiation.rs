@@ -4,7 +4,7 @@
 use core::time::Duration;
 use std::net::SocketAddr;
 
-use lnet::{Buffer, Config, ConnectionInfo, Failure, Node, Output, Rejected, proto::Nid};
+use lnet::{Buffer, Config, ConnectionInfo, Failure, Node, Output, Rejected, Rejects, proto::Nid};
 use roce_verbs::{
     Instant,
     provider::{CmKind, CmRef, Cx, DeviceIx, NoAnswer, Provider as _, RejectReason},
@@ -207,6 +207,19 @@ impl Ours {
     }
 }
 
+/// Checks that for each limit of `takes` that `asks` is over there was a reject, and no other.
+fn check_rejects(rejects: Rejects, asks: (u16, u16), takes: (u16, u16)) {
+    let over = [
+        ("MSG_QUEUE_SIZE", u64::from(asks.0 > takes.0)),
+        ("RDMA_FRAGS", u64::from(asks.1 > takes.1)),
+    ];
+    let counted = rejects.iter().filter(|(_, count)| *count > 0).collect::<Vec<_>>();
+    let mut expected = over.to_vec();
+    expected.retain(|(_, count)| *count > 0);
+    expected.reverse();
+    assert_eq!((counted, rejects.sum()), (expected, over[0].1 + over[1].1));
+}
+
 /// Requests and their answers.
 type Talk = Vec<(Vec<u8>, Answer)>;
 
@@ -277,6 +290,7 @@ fn both_sides_limits_hold_in_both_roles_and_byte_orders() {
             let talk = connect(&mut ours, &mut peer);
             assert_eq!(talk, expected(&as_kernel(own), &peer), "ours asks: {what}");
             ours.check_connection(agreed);
+            check_rejects(ours.node.counters().rejects_received, own, theirs);
 
             let (mut ours, mut peer) = (Ours::start(own), kernel(theirs, big));
             let before = peer.clone();
@@ -284,6 +298,7 @@ fn both_sides_limits_hold_in_both_roles_and_byte_orders() {
             assert_eq!(talk, expected(&before, &as_kernel(own)), "ours is asked: {what}");
             assert_eq!(taken, Some(agreed), "{what}");
             ours.check_connection(agreed);
+            check_rejects(ours.node.counters().rejects_sent, theirs, own);
         }
     }
 }
@@ -500,6 +515,12 @@ fn ten_attempts_follow_the_first_at_once_and_then_one_a_second() {
     assert_eq!(at[..11], [0; 11]);
     assert_eq!(at[11..], [1000, 2000, 3000, 4000, 5000][..at.len() - 11]);
     assert_eq!(ours.done, Some(Err(Failure::Timeout)));
+    let counters = ours.node.counters();
+    let raced = counters.rejects_received.iter().find(|(why, _)| *why == "CONN_RACE");
+    assert_eq!(
+        (counters.operation_timeouts, raced),
+        (1, Some(("CONN_RACE", at.len() as u64)))
+    );
     ours.check_nothing();
 }
 
@@ -518,6 +539,8 @@ fn an_attempt_without_an_answer_is_given_up_after_a_quarter_of_the_timeout_or_5_
         ours.tell(cm, CmKind::Unreachable(NoAnswer::Timeout));
         assert_eq!(ours.done, Some(Err(Failure::Unreachable(NoAnswer::Timeout))));
         assert!(ours.asks().is_none());
+        let counters = ours.node.counters();
+        assert_eq!((counters.connect_failures, counters.connection_timeouts), (1, 1));
         ours.check_nothing();
     }
 }

@@ -327,9 +327,7 @@ impl Server {
             sockets: self.keys.len(),
             connections: self.connections(),
             unread: self.addrs.values().map(|address| address.node.unread_bytes()).sum(),
-            devices: turn.device.all_stats(),
-            usage: turn.device.usage(),
-            turns: *turn.counters,
+            turns: turn.stats(),
         }
     }
 

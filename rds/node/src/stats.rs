@@ -1,9 +1,7 @@
 //! Numbers of the node at one moment.
 
-use std::net::IpAddr;
-
 use rds::{ConnectionInfo, Counters};
-use roce::{DeviceStats, Usage, reactor};
+use roce::reactor::LoopStats;
 
 /// Numbers of the node at one moment.
 #[derive(Clone, Debug, Default)]
@@ -18,12 +16,8 @@ pub struct NodeStats {
     pub connections: Vec<ConnectionInfo>,
     /// Bytes that sockets have not read.
     pub unread: usize,
-    /// Statistics of each device, by its address.
-    pub devices: Vec<(IpAddr, DeviceStats)>,
-    /// Objects of verbs.
-    pub usage: Usage,
-    /// Counters of the loop.
-    pub turns: reactor::Counters,
+    /// The loop.
+    pub turns: LoopStats,
 }
 
 impl NodeStats {

@@ -64,6 +64,6 @@ mod stats;
 pub mod tls;
 mod vhost;
 
-pub use stats::LoopStats;
+pub use roce::reactor::LoopStats;
 #[doc(hidden)]
 pub use vhost::fuzz;

@@ -27,7 +27,7 @@ use crate::{
     map::types::{MapConfig, MapEvent, MapFailure, MapNews, Tell},
     nbd::NbdSocket,
     rng::Rng,
-    stats::{LoopStats, MapStats},
+    stats::MapStats,
 };
 
 type Rnbd = RnbdClient<Part>;
@@ -349,7 +349,7 @@ impl Service {
 
     fn stats(&self, turn: &mut TurnCx<'_, ()>) -> MapStats {
         MapStats {
-            turns: LoopStats::of(turn),
+            turns: turn.stats(),
             device: self.rnbd.all_counters(),
             clients: self.clients.len(),
             turned_away: self.turned_away,

@@ -41,7 +41,7 @@ use crate::{
     jobs::{Done, Opening, Queue, Workers, look_at_sizes},
     rng::Rng,
     serve::config::{ServeConfig, ServeEvent, ServedPath, StartError},
-    stats::{LoopStats, ServeStats},
+    stats::ServeStats,
 };
 
 /// How often the sizes of open devices are looked at.
@@ -383,7 +383,7 @@ impl Service {
 
     fn stats(&self, turn: &mut TurnCx<'_, Done>) -> ServeStats {
         ServeStats {
-            turns: LoopStats::of(turn),
+            turns: turn.stats(),
             rnbd: self.rnbd.counters(),
             rtrs: self.rtrs.counters().named(),
             sessions: vec![self.sessions.len()],

@@ -1,53 +1,7 @@
-//! Statistics of loops, mappings and servers.
-
-use std::net::IpAddr;
+//! Statistics of mappings and servers.
 
 use rnbd::{client::device::DeviceCounters, server::ServerCounters};
-use roce::{
-    DeviceStats, Usage,
-    reactor::{Counters, TurnCx},
-};
-
-/// Numbers of a loop.
-#[derive(Clone, Debug, Default)]
-pub struct LoopStats {
-    /// Statistics of each device, by its address as it was given.
-    pub devices: Vec<(IpAddr, DeviceStats)>,
-    /// Objects of verbs that there are.
-    pub usage: Usage,
-    /// Counters of the loop itself.
-    pub turns: Counters,
-}
-
-impl LoopStats {
-    /// Returns the statistics of this loop.
-    pub(crate) fn of<J>(turn: &mut TurnCx<'_, J>) -> Self {
-        Self {
-            devices: turn.device.all_stats(),
-            usage: turn.device.usage(),
-            turns: *turn.counters,
-        }
-    }
-
-    /// All devices together.
-    pub fn device(&self) -> DeviceStats {
-        let mut all = DeviceStats::default();
-        self.devices.iter().for_each(|(_, stats)| all.add(stats));
-        all
-    }
-
-    /// Adds those of another loop.
-    pub fn add(&mut self, other: &Self) {
-        for (addr, stats) in &other.devices {
-            match self.devices.iter_mut().find(|(of, _)| of == addr) {
-                Some((_, sum)) => sum.add(stats),
-                None => self.devices.push((*addr, *stats)),
-            }
-        }
-        self.usage.add(&other.usage);
-        self.turns.add(&other.turns);
-    }
-}
+use roce::reactor::LoopStats;
 
 /// Statistics of a mapping.
 #[derive(Clone, Debug, Default)]

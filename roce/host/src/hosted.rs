@@ -12,7 +12,7 @@ use std::{
 use rand::{SeedableRng, rngs::StdRng};
 use roce::{
     DeviceConfig, Hardware, LocalDevice,
-    reactor::{Reactor, ReactorConfig},
+    reactor::{LoopStats, Reactor, ReactorConfig},
 };
 use roce_verbs::provider::{Cx, VerbsError};
 
@@ -136,6 +136,16 @@ impl<M: Machine> Hosted<M> {
             let _ = send.send(f(machine, cx));
         });
         result.recv().map_err(|_| io::ErrorKind::NotConnected.into())
+    }
+
+    /// Returns the statistics of the machine's loop.
+    ///
+    /// # Errors
+    /// `NotConnected`: the machine has ended.
+    pub fn stats(&self) -> io::Result<LoopStats> {
+        let (send, stats) = channel();
+        self.shared.command(Command::Stats(send));
+        stats.recv().map_err(|_| io::ErrorKind::NotConnected.into())
     }
 
     /// Has a task woken when a part of the machine changes. To be called before the part is looked at, so that no change is missed.

@@ -81,6 +81,10 @@ impl<M: Machine> Service for MachineService<M> {
             Command::Run(work) => {
                 self.with(turn, work);
             }
+            Command::Stats(to) => {
+                // It may wait for them no more.
+                let _ = to.send(turn.stats());
+            }
             Command::Stop => {
                 self.stopping = true;
                 self.with(turn, |machine, cx| machine.stop(cx));

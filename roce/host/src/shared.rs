@@ -3,12 +3,13 @@
 use std::{
     collections::HashMap,
     io, mem,
+    sync::mpsc::Sender,
     task::{Poll, Waker},
     time::{Duration, Instant},
 };
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use roce::reactor::Handle;
+use roce::reactor::{Handle, LoopStats};
 use roce_verbs::{self as verbs, provider::Cx};
 
 use crate::machine::Machine;
@@ -22,6 +23,8 @@ pub(crate) enum Command<M> {
     Flush,
     /// Run this.
     Run(Work<M>),
+    /// Send the present statistics.
+    Stats(Sender<LoopStats>),
     /// End the machine, then the thread.
     Stop,
 }

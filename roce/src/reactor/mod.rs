@@ -72,6 +72,7 @@ mod counters;
 mod jobs;
 mod mailbox;
 mod service;
+mod stats;
 mod turn;
 
 pub use crate::{Spin, SpinMode};
@@ -79,4 +80,5 @@ pub use counters::Counters;
 pub use jobs::{JobResult, JobTicket, Jobs, Panicked, StartedJob};
 pub use mio::{Interest, Token};
 pub use service::{Readiness, Service, Sockets, TurnCx};
+pub use stats::LoopStats;
 pub use turn::{Driven, Handle, Reactor, ReactorConfig, ReactorError, Turned};

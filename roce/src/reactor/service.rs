@@ -18,6 +18,7 @@ use mio::{Interest, Registry, Token, unix::SourceFd};
 use crate::reactor::{
     counters::Counters,
     jobs::{JobResult, Jobs},
+    stats::LoopStats,
 };
 
 /// Tokens from here on are the loop's own.
@@ -138,6 +139,15 @@ impl<J> TurnCx<'_, J> {
     /// The devices, as state machines know them.
     pub fn provider(&mut self) -> &mut dyn Provider {
         self.device.provider()
+    }
+
+    /// Returns the present statistics.
+    pub fn stats(&mut self) -> LoopStats {
+        LoopStats {
+            devices: self.device.all_stats(),
+            usage: self.device.usage(),
+            turns: *self.counters,
+        }
     }
 
     /// The loop drives one more device, which has been opened for it ([`crate::Opener`]).

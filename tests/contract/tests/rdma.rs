@@ -395,7 +395,7 @@ fn lnet_over_rdma_at_either_end_or_both() {
             false => args.iter().map(|arg| (*arg).to_owned()).collect(),
         };
         let mut serving = Running::start(&side(&server, at_server, &["lnet", "serve", "--json", &nid]));
-        serving.event("listening");
+        serving.event("lnet_listening");
         let pinged = Running::start(&side(
             &client,
             at_client,

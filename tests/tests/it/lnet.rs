@@ -23,7 +23,7 @@ fn ping(args: &[&str], nids: &[&str]) -> Finished {
 fn a_node_that_serves_is_pinged() {
     let served = nid();
     let mut serving = Running::start(&["lnet", "serve", "--json", "--peer-credits", "4", &served]);
-    assert_eq!(serving.event("listening")["nid"], served);
+    assert_eq!(serving.event("lnet_listening")["nid"], served);
     let second = run(&["lnet", "serve", &served]);
     assert!(
         second.code == Some(1) && second.stderr.contains("another program has RoCE there"),
@@ -50,11 +50,27 @@ fn a_node_that_serves_is_pinged() {
         (&interfaces[1]["nid"], &interfaces[1]["status"]),
         (&served.clone().into(), &"up".into())
     );
-    assert!(serving.event("refused")["why"].as_str().unwrap().contains("8 messages"));
-    let connected = serving.event("connected");
+    assert!(
+        serving.event("lnet_refused")["why"]
+            .as_str()
+            .unwrap()
+            .contains("8 messages")
+    );
+    let connected = serving.event("lnet_up");
     assert_eq!(connected["queue_depth"], 4);
-    assert_eq!(serving.event("pinged")["peer"], connected["peer"]);
-    assert_eq!(serving.event("disconnected")["peer"], connected["peer"]);
+    assert_eq!(serving.event("lnet_pinged")["peer"], connected["peer"]);
+    assert_eq!(serving.event("lnet_down")["peer"], connected["peer"]);
+
+    let stat = run(&["stat", "--json", "--pid", &serving.id().to_string()]).json();
+    let node = &stat[0]["lnet"][0];
+    assert_eq!(
+        (&node["nid"], &node["counters"]["pings"]),
+        (&served.clone().into(), &2.into())
+    );
+    assert_eq!(
+        (&node["rejects_sent"]["MSG_QUEUE_SIZE"], &node["rejects_sent"]["FATAL"]),
+        (&1.into(), &0.into())
+    );
 
     let lines = ping(&[], &[&served]).stdout;
     let lines: Vec<&str> = lines.lines().collect();
@@ -84,7 +100,7 @@ fn a_node_that_serves_is_pinged() {
 fn a_ping_says_why_there_is_no_answer() {
     let (served, rds, absent) = (nid(), fresh_address().to_string(), nid());
     let mut serving = Running::start(&["lnet", "serve", "--json", &served]);
-    serving.event("listening");
+    serving.event("lnet_listening");
     // RoCE, and nobody on port 987.
     let home = tempfile::tempdir().unwrap();
     let mut other = Running::start(&[
@@ -128,7 +144,7 @@ fn a_ping_says_why_there_is_no_answer() {
 fn nodes_are_tested_with_data_each_way() {
     let (served, absent) = (nid(), nid());
     let mut serving = Running::start(&["lnet", "serve", "--json", &served]);
-    serving.event("listening");
+    serving.event("lnet_listening");
     let test = |args: &[&str], nids: &[&str]| {
         let own = fresh_address().to_string();
         run(&[&["lnet", "selftest", "-I", &own, "--json", "-W", "2"], args, nids].concat())
@@ -196,7 +212,7 @@ fn peers_write_sinks_and_read_sources() {
         &served,
     ];
     let mut serving = Running::start(&[&["lnet", "serve"], &args[..]].concat());
-    serving.event("listening");
+    serving.event("lnet_listening");
 
     let node = LnetNode::open(NodeOptions::new(nid().parse().unwrap())).unwrap();
     let peer = served.parse().unwrap();
@@ -210,7 +226,7 @@ fn peers_write_sinks_and_read_sources() {
         ack: true,
     };
     assert_eq!(node.put(&put).unwrap().wait().unwrap(), 96, "the memory ends there");
-    let event = serving.event("put");
+    let event = serving.event("lnet_put");
     let found = ["portal", "match_bits", "hdr_data", "offset", "bytes"].map(|key| event[key].as_u64().unwrap());
     assert_eq!(found, [60, 9, 7, 4000, 96]);
     for (offset, room, len) in [(0, 5000, 5000), (4990, 272, 10)] {
@@ -225,7 +241,7 @@ fn peers_write_sinks_and_read_sources() {
         assert_eq!(node.get(&get).unwrap().wait().unwrap(), len);
         let from = offset as usize;
         assert_eq!(sink.to_vec()[..len as usize], content[from..from + len as usize]);
-        assert_eq!(serving.event("got")["bytes"], len);
+        assert_eq!(serving.event("lnet_got")["bytes"], len);
     }
     let own = fresh_address().to_string();
     let tested = run(&["lnet", "selftest", "-I", &own, "-W", "0.2", "-n", "1", &served]);
@@ -233,9 +249,10 @@ fn peers_write_sinks_and_read_sources() {
     drop(node);
     serving.signal(Signal::SIGTERM);
     serving.wait();
-    let summary = serving.end().json().pop().unwrap();
+    let events = serving.end().json();
+    let portals: Vec<_> = events.iter().filter(|event| event["event"] == "lnet_portal").collect();
     let counts = |index: usize| {
-        let portal = &summary["portals"][index];
+        let portal = portals[index];
         let number = |key: &str| portal[key].as_u64().unwrap();
         let kind = portal["kind"].as_str().unwrap().to_owned();
         (
@@ -248,4 +265,8 @@ fn peers_write_sinks_and_read_sources() {
     };
     let expected = [("sink".to_owned(), 60, 1, 96, 0), ("source".to_owned(), 51, 2, 5010, 0)];
     assert_eq!([counts(0), counts(1)], expected);
+    let summary = events.last().unwrap();
+    let moved =
+        ["requests", "failed_requests", "bytes_written", "bytes_read"].map(|key| summary[key].as_u64().unwrap());
+    assert_eq!(moved, [3, 0, 96, 5010]);
 }

@@ -90,7 +90,19 @@ fn nodes_ping_each_other() {
         matches!(pinged, Output::Pinged(peer) if peer == near.nid()),
         "{pinged:?}"
     );
-    assert_eq!(far.lost_events().unwrap(), 0);
+    let stats = far.stats().unwrap();
+    let counters = stats.counters;
+    assert_eq!(
+        (
+            counters.pings,
+            counters.connected,
+            stats.connections.len(),
+            stats.events_lost
+        ),
+        (1, 1, 1, 0)
+    );
+    assert!(stats.turns.devices.len() == 1 && stats.turns.device().port.tx_packets > 0);
+    assert!(stats.selftest.is_none());
 }
 
 #[test]

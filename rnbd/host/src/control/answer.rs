@@ -12,6 +12,7 @@ use rnbd::{
     proto::AccessMode,
     server::listing::DeviceListing,
 };
+use roce::reactor::LoopStats;
 use rtrs::{
     addr::PathAddr,
     admission::PathKey,
@@ -26,7 +27,6 @@ use rtrs::{
 use serde::{Deserialize, Serialize};
 
 use super::{names::TaskState, request::MapDevice, wire};
-use crate::stats::LoopStats;
 
 /// Answer to a request over the control socket.
 #[derive(Clone, Debug, Serialize)]
@@ -56,6 +56,8 @@ pub enum Answer {
     Reloaded(Reloaded),
     /// To `tasks`.
     Tasks(Tasks),
+    /// To `lnet`.
+    Lnet(LnetNodes),
 }
 
 /// Greeting of a process.
@@ -177,9 +179,9 @@ pub struct Tasks {
 /// A task of a daemon.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct TaskStatus {
-    /// `map.NAME` or `serve.NAME`.
+    /// `map.NAME`, `serve.NAME`, `rds.NAME` or `lnet.NAME`.
     pub task: String,
-    /// `map` or `serve`.
+    /// `map`, `serve`, `rds` or `lnet`.
     pub kind: String,
     /// State.
     #[serde(with = "wire")]
@@ -190,6 +192,53 @@ pub struct TaskStatus {
     pub in_file: bool,
     /// Arguments of its command.
     pub options: Vec<String>,
+}
+
+/// LNet nodes of a process.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct LnetNodes {
+    /// In the order of their starts.
+    pub lnet_nodes: Vec<LnetNode>,
+}
+
+/// An LNet node.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct LnetNode {
+    /// Its NID.
+    pub nid: String,
+    /// Its connections, those included that are not established.
+    pub connections: Vec<LnetConnection>,
+    /// Counters by name.
+    pub counters: BTreeMap<String, u64>,
+    /// Connect requests of peers that it has refused, by reason.
+    pub rejects_sent: BTreeMap<String, u64>,
+    /// Connect requests that peers have refused, by reason.
+    pub rejects_received: BTreeMap<String, u64>,
+}
+
+/// A connection of an LNet node.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct LnetConnection {
+    /// NID of the peer.
+    pub peer: String,
+    /// Both sides may send.
+    pub established: bool,
+    /// Messages each way: all credits.
+    pub queue_depth: u16,
+    /// Fragments of a descriptor.
+    pub fragments: u16,
+    /// Credits to send messages.
+    pub credits: u16,
+    /// Credits that the peer has.
+    pub peer_credits: u16,
+    /// Credits that go back to the peer with the next message.
+    pub outstanding: u16,
+    /// Messages that wait to be sent.
+    pub queued: usize,
+    /// Messages on their way.
+    pub in_flight: usize,
+    /// Transfers that wait for the peer, each way.
+    pub transfers: usize,
 }
 
 /// All mappings of a process.

@@ -15,8 +15,9 @@ mod wire;
 pub(crate) use self::reply::Reply;
 pub use self::{
     answer::{
-        Answer, ClientPath, ClientSession, Entries, Entry, Greeting, Kind, LoopTotals, MapListing, MappedDevice,
-        MappedPath, Mappings, OpenDevice, OpenDevices, Reloaded, Sessions, Stat, TaskStatus, Tasks, Text,
+        Answer, ClientPath, ClientSession, Entries, Entry, Greeting, Kind, LnetConnection, LnetNode, LnetNodes,
+        LoopTotals, MapListing, MappedDevice, MappedPath, Mappings, OpenDevice, OpenDevices, Reloaded, Sessions, Stat,
+        TaskStatus, Tasks, Text,
     },
     names::{Named, TaskState},
     refused::Refused,

@@ -247,11 +247,13 @@ pub enum ProcessRequest {
     Map(MapOrder),
     /// Reads a daemon's configuration again, or the certificates of a mapping in the foreground.
     Reload {},
+    /// Lists the LNet nodes, with their connections and counters.
+    Lnet {},
     /// Lists the tasks of a daemon.
     Tasks {},
     /// Starts a task of a daemon.
     Start {
-        /// `map.NAME` or `serve.NAME`.
+        /// `map.NAME`, `serve.NAME`, `rds.NAME` or `lnet.NAME`.
         task: String,
         /// Arguments of the command.
         #[serde(default)]
@@ -259,7 +261,7 @@ pub enum ProcessRequest {
     },
     /// Stops a task of a daemon.
     Stop {
-        /// `map.NAME` or `serve.NAME`.
+        /// `map.NAME`, `serve.NAME`, `rds.NAME` or `lnet.NAME`.
         task: String,
     },
 }
