@@ -40,6 +40,8 @@ pub(crate) enum Packets<'a> {
     Whole(Packet<'a>),
     /// The bytes that the capture has of one with so many on the wire.
     Cut(&'a [u8], usize),
+    /// The bytes that the capture has of several. How many they are can't be told.
+    CutSeveral(&'a [u8]),
     /// The first of several, if it can be read, and the bytes of the others.
     Several(Option<Packet<'a>>, Chunks<'a, u8>),
 }
@@ -53,7 +55,7 @@ pub(crate) fn examine<'a>(frame: &Frame<'a>, splitter: &mut Splitter) -> Result<
     }
 }
 
-/// Returns a packet of which the capture has only the first bytes, if its length can be known.
+/// Returns what the capture has of a datagram of which it has only the first bytes, if its length can be known.
 fn cut_packet<'a>(datagram: &Datagram<'a>) -> Packets<'a> {
     let Datagram { datagram, payload, .. } = *datagram;
     // The UDP header, which says how long it was, is right before the payload.
@@ -61,7 +63,8 @@ fn cut_packet<'a>(datagram: &Datagram<'a>) -> Packets<'a> {
     let udp_len = datagram.get(header - 4..).and_then(<[u8]>::first_chunk);
     let len = udp_len.map_or(0, |len| usize::from(u16::from_be_bytes(*len)));
     match len.checked_sub(UDP_HEADER_LEN) {
-        Some(len) if len <= MAX_PACKET && len > payload.len() => Packets::Cut(payload, len),
+        Some(len) if len > MAX_PACKET => Packets::CutSeveral(payload),
+        Some(len) if len > payload.len() => Packets::Cut(payload, len),
         _ => Packets::None,
     }
 }

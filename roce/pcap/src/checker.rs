@@ -135,6 +135,10 @@ impl Checker {
             Packets::Damaged(packet) => self.judge.damaged(&Observed::new(meta, packet)),
             Packets::Whole(packet) => judged(Observed::new(meta, packet)),
             Packets::Cut(bytes, len) => Observed::cut(meta, bytes, len).ok().and_then(judged),
+            Packets::CutSeveral(bytes) => {
+                let first = Observed::cut(meta, bytes, bytes.len()).ok();
+                first.and_then(|first| self.judge.unread(&first))
+            }
             Packets::Several(first, rest) => {
                 let mut conversation = first.and_then(|packet| judged(Observed::new(meta, packet)));
                 for (nth, bytes) in rest.enumerate() {

@@ -162,12 +162,19 @@ impl Conversation {
         if cut > 0 {
             unknown.push((format!("{cut} packets are cut"), true));
         }
+        let unread: u64 = self.directions.iter().map(|d| d.unread_frames).sum();
+        if unread > 0 {
+            unknown.push((format!("{unread} frames with several packets are cut"), true));
+        }
         let missed = self.missed();
         if missed > 0 {
-            unknown.push((
-                format!("{missed} packets are missing in the capture, but were answered"),
-                true,
-            ));
+            let place = if unread > 0 {
+                "in those frames or missing"
+            } else {
+                "missing"
+            };
+            let text = format!("{missed} packets are {place} in the capture, but were answered");
+            unknown.push((text, true));
         }
         if self.origin == Origin::Packets && reliable {
             unknown.push(("how the connection began".to_owned(), false));

@@ -117,6 +117,8 @@ pub(super) struct Direction {
     pub(super) generation: u32,
     /// Packets without their whole headers or payload.
     pub(super) cut: u64,
+    /// Frames with several packets that the capture cut.
+    pub(super) unread_frames: u64,
     pub(super) last_ns: u64,
     /// Time of the last answer.
     pub(super) answered_ns: u64,
@@ -144,6 +146,7 @@ impl Direction {
             repeated: self.repeated,
             missed: self.missed,
             cut: self.cut,
+            unread_frames: self.unread_frames,
             generation: self.generation + 1,
             ..Self::default()
         };

@@ -212,6 +212,14 @@ impl Judge {
         Some(index)
     }
 
+    /// Notes a frame of several packets, of which only the first one's header can be read. Returns their conversation.
+    pub fn unread(&mut self, first: &Observed<'_>) -> Option<usize> {
+        let key = (first.meta.src.ip(), first.meta.dst, first.header.bth.dest_qp.value());
+        let &(index, sender) = self.halves.get(&key)?;
+        self.conversations[index].directions[sender].unread_frames += 1;
+        Some(index)
+    }
+
     /// Returns the findings since the last call.
     pub fn take_findings(&mut self) -> Vec<Finding> {
         std::mem::take(&mut self.findings)

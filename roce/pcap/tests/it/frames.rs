@@ -443,6 +443,26 @@ fn several_packets_in_one_frame_are_checked_one_by_one() {
 }
 
 #[test]
+fn packets_of_frames_that_the_capture_cut_are_not_said_to_be_missing() {
+    let (one, several) = (
+        ip_datagram(v4(), 1, &packet(b"hello")),
+        before_segmentation(v4(), 2, false),
+    );
+    let frames = [one, several].map(|datagram| ethernet(0x0800, &datagram));
+    let cut = (&frames[1][..96], Some(frames[1].len() as u32));
+    let report = report_of(&capture_of(1, &[(&frames[0], None), cut]));
+    let [conversation] = &report.conversations[..] else {
+        panic!("{:?}", report.conversations);
+    };
+    let text = "1 frames with several packets are cut";
+    assert!(
+        conversation.not_checked.iter().any(|not| not == text),
+        "{conversation:?}"
+    );
+    assert_eq!(report.verdict, Verdict::NotChecked);
+}
+
+#[test]
 fn findings_are_bounded_and_the_rest_counted() {
     let count = roce_pcap::MAX_FINDINGS + 5;
     let from = |n: usize| SocketAddr::new(Ipv4Addr::from(0x0b00_0000 + n as u32).into(), 50_000);
