@@ -283,8 +283,10 @@ impl Node {
         Some((memory, Of::Served(Box::new(served))))
     }
 
-    /// Ping information of this node. The status of the first interface, the loopback, is the number of the answer.
+    /// Ping information of this node. The status of the first interface, the loopback, is the sequence number of the information, which
+    /// never changes: as that of a kernel to which one interface was added.
     fn ping_info(&mut self) -> Vec<u8> {
+        const SEQUENCE_NUMBER: u32 = 2;
         self.counters.pings += 1;
         let interface = |nid, status| NiStatus {
             nid,
@@ -292,12 +294,8 @@ impl Node {
             msg_size: 0,
         };
         let loopback = Nid::new(NET_LO, 0, [0; 4].into());
-        let interfaces = [
-            interface(loopback, self.counters.pings as u32),
-            interface(self.us.nid, STATUS_UP),
-        ];
-        let features = Features::NI_STATUS | Features::RTE_DISABLED;
-        PingInfo::emit(ByteOrder::Little, features, PID_LUSTRE, &interfaces, &[])
+        let interfaces = [interface(loopback, SEQUENCE_NUMBER), interface(self.us.nid, STATUS_UP)];
+        PingInfo::emit(ByteOrder::Little, Features::NODE, PID_LUSTRE, &interfaces, &[])
     }
 
     /// A PUT that no entry takes: a peer's ping information is acknowledged, anything else is dropped.

@@ -44,6 +44,15 @@ bitflags! {
     }
 }
 
+impl Features {
+    /// Features of a node of this crate: those of a kernel with discovery switched on. Without [`Features::DISCOVERY`] a kernel that is
+    /// told to discover the node by force hangs with its next message.
+    pub(crate) const NODE: Self = Self::NI_STATUS
+        .union(Self::RTE_DISABLED)
+        .union(Self::MULTI_RAIL)
+        .union(Self::DISCOVERY);
+}
+
 /// Network interface of a node.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct NiStatus {

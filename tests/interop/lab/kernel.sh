@@ -10,7 +10,7 @@ set -euo pipefail
 trap 'exit 143' TERM
 LAB=$1 SERIES=$2
 mkdir -p "$LAB/linux-$SERIES"; cd "$LAB/linux-$SERIES"
-fail() { echo "$1" >&2; exit 1; }
+. "$(dirname "$0")/packages.sh"
 
 # What this distribution does not have comes from the backports of the next one. Their package lists are kept here and nowhere
 # else.
@@ -43,17 +43,6 @@ else
     [ -n "$KV" ] || fail "the package archive has no kernel of $SERIES (neither linux-image-amd64 nor linux-image-$SERIES-amd64)"
 fi
 
-# Unpacks packages into a folder.
-unpack() {
-    local to=$1 package; shift
-    rm -rf deb; mkdir deb; chmod 777 deb
-    (cd deb && apt-get download -q $PATIENT "$@" >/dev/null </dev/null) || fail "no package $* can be had"
-    for package in deb/*.deb; do dpkg -x "$package" "$to"; done
-    rm -rf deb
-}
-# Packages of these kinds that a package of the kernel depends on.
-parts() { apt-cache depends "$1" | sed -n -E "s/.*Depends: (linux-($2)-.*)/\1/p"; }
-
 IMAGE=linux-image-$KV
 unpack kernel "$IMAGE" $(parts "$IMAGE" 'base|binary|modules')
 # 7.x has modules and image elsewhere, in packages of their own.
@@ -77,13 +66,8 @@ if [ -n "$NEXT" ]; then
     # objtool reads /proc.
     inside() { unshare --mount --pid --fork --root=headers --mount-proc "$@"; }
 else
-    unpack headers "$HEADERS" $(parts "$HEADERS" 'headers|kbuild')
-    sed -i "s#/usr/src/#$PWD/headers/usr/src/#g" "headers/usr/src/$HEADERS/Makefile"
-    # The compiler that the kernel was built with.
-    CC=$(sed -n -E 's/.*(gcc-[0-9]+).*/\1/p' "headers/usr/src/$HEADERS/.kernelvariables" | head -1)
-    [ -z "$CC" ] || command -v "$CC" >/dev/null ||
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -q $PATIENT --no-install-recommends "$CC" >/dev/null </dev/null
-    OUT=build IN=$PWD/build BUILD=$PWD/headers/usr/src/$HEADERS
+    headers "$KV"
+    OUT=build IN=$PWD/build
     inside() { "$@"; }
 fi
 

@@ -2,15 +2,17 @@
 # Prepares a folder for virtual machines with stock Debian kernels: programs that run in them, and by kernel.sh a folder
 # linux-SERIES for each kernel.
 #
-#   setup.sh FOLDER SERIES[,SERIES] [in-use]
+#   [LUSTRE=CHECKOUT] setup.sh FOLDER SERIES[,SERIES] [in-use]
 #
 # Needs root and Debian's package archive. A second call with the same folder does nothing but compile agents that
 # have changed; so does one with `in-use`, which fails if what is there has to be made anew. A kernel that can't be had
-# is no failure: linux-SERIES.log says why it is missing, and the next call tries again. SIGTERM ends it after the present
-# step.
+# is no failure: linux-SERIES.log says why it is missing, and the next call tries again. With a checkout of Lustre, lustre.sh makes a
+# folder lustre-SERIES for kernels of this distribution; lustre-SERIES.log says why one is missing. SIGTERM ends it after the
+# present step.
 set -euo pipefail
 trap 'exit 143' TERM
 HERE=$(cd "$(dirname "$0")" && pwd)
+. "$HERE/packages.sh"
 LAB=$1 KERNELS=${2//,/ } IN_USE=${3:-}
 mkdir -p "$LAB"; LAB=$(cd "$LAB" && pwd); cd "$LAB"
 anew() { echo "$LAB has to be prepared anew ($1 has changed), but another run uses it" >&2; exit 1; }
@@ -29,14 +31,6 @@ agents() {
     echo "$stamp" > agents-ready
 }
 
-# The archive may refuse a connection, and another run may be installing.
-export PATIENT="-o Acquire::Retries=3 -o DPkg::Lock::Timeout=300"
-update() {
-    [ "$(id -u)" = 0 ] || { echo "the lab needs root (network namespaces, taps, packages)" >&2; exit 1; }
-    [ -n "${UPDATED:-}" ] || apt-get update -q $PATIENT >/dev/null </dev/null || return
-    UPDATED=yes
-}
-
 packages() {
     update
     # A qemu-utils of backports excludes the distribution's qemu: then it has to be the distribution's, too.
@@ -52,10 +46,10 @@ packages() {
         openssh-client dropbear-bin >/dev/null </dev/null
 }
 
-# kernel.sh as a process of its own, which SIGTERM reaches. It holds the lock that is our standard input.
-kernel() {
-    local status=0
-    bash "$HERE/kernel.sh" "$LAB" "$1" <&0 2>"linux-$1.log" &
+# A script as a process of its own, which SIGTERM reaches: `part LOG SCRIPT ARGUMENT…`. It holds the lock that is our standard input.
+part() {
+    local status=0 log=$1 script=$2; shift 2
+    bash "$HERE/$script" "$LAB" "$@" <&0 2>"$log" &
     WORKER=$!
     trap 'kill $WORKER 2>/dev/null; wait $WORKER; exit 143' TERM
     wait $WORKER || status=$?
@@ -72,7 +66,7 @@ if [ "$(cat ready 2>/dev/null)" != "$STAMP" ]; then
 fi
 agents
 
-STAMP=$(sha256sum < "$HERE/kernel.sh" | cut -c1-16)
+STAMP=$(cat "$HERE/kernel.sh" "$HERE/packages.sh" | sha256sum | cut -c1-16)
 for k in $KERNELS; do
     is=$(cat "linux-$k/ready" 2>/dev/null) || is=
     [ "$is" = "$STAMP" ] && continue
@@ -81,10 +75,18 @@ for k in $KERNELS; do
     [ -z "$IN_USE" ] || continue
     rm -rf "linux-$k"
     update || echo "the package archive can't be reached" >&2
-    if kernel "$k"; then
+    if part "linux-$k.log" kernel.sh "$k"; then
         echo "$STAMP" > "linux-$k/ready"; rm "linux-$k.log"
     else
         rm -rf "linux-$k"
         echo "Linux $k is missing: $(tail -1 "linux-$k.log")" >&2
     fi
+done
+
+[ -n "${LUSTRE:-}" ] || exit 0
+for k in $KERNELS; do
+    # Later kernels' modules are built with the compiler of a later distribution, which has no autotools here.
+    case $k in 7.*) continue;; esac
+    part "lustre-$k.log" lustre.sh "$k" "$LUSTRE" $IN_USE && rm "lustre-$k.log" ||
+        echo "LNet for Linux $k is missing: $(tail -1 "lustre-$k.log")" >&2
 done

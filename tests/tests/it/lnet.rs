@@ -80,7 +80,7 @@ fn a_node_that_serves_is_pinged() {
     );
     let details = [
         "  o2iblnd version 2, queue depth 4, 257 fragments",
-        "  features 0x06: NI_STATUS, RTE_DISABLED",
+        "  features 0x1e: NI_STATUS, RTE_DISABLED, MULTI_RAIL, DISCOVERY",
         "  0@lo",
     ];
     assert_eq!(lines[1..4], details);

@@ -51,6 +51,9 @@ impl Beside {
         let kernel = cli.kernel.and_then(|k| k.to_possible_value());
         command.args(kernel.iter().flat_map(|k| ["--kernel", k.get_name()]));
         command.arg(format!("--datapath={}", places.datapath));
+        if let Some(lustre) = &places.lustre {
+            command.arg("--lustre").arg(lustre);
+        }
         if places.keep {
             command.arg("--keep");
         }

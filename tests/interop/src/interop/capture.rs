@@ -142,7 +142,7 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
         .into_iter()
         .filter(|k| chosen.iter().any(|r| r.kernel == *k))
         .collect();
-    let _ready = lab::prepare(&places.scripts, &places.lab, &kernels)?;
+    let _ready = lab::prepare(places, &kernels)?;
     let _net = Net::up(2)?;
     for tap in ["tap1", "tap2"] {
         let done = Command::new("bridge")

@@ -62,6 +62,8 @@ pub(crate) struct Places {
     pub(crate) kit: Option<PathBuf>,
     /// `ferroce-ublk`, if it was built.
     pub(crate) ublk: Option<PathBuf>,
+    /// A checkout of Lustre, if there is one.
+    pub(crate) lustre: Option<PathBuf>,
     /// Captures of scenarios that passed are kept, too.
     pub(crate) keep: bool,
     /// Sockets that our programs use.
@@ -83,19 +85,37 @@ impl Places {
         self.lab.join(format!("linux-{}", kernel.series()))
     }
 
+    /// LNet's modules for a kernel, and its programs.
+    pub(crate) fn lnet(&self, kernel: Kernel) -> PathBuf {
+        self.lab.join(format!("lustre-{}", kernel.series()))
+    }
+
     /// Why a kernel could not be had, if it could not.
     pub(crate) fn missing(&self, kernel: Kernel) -> Option<String> {
-        if self.linux(kernel).join("ready").exists() {
-            return None;
-        }
-        let log = self.lab.join(format!("linux-{}.log", kernel.series()));
-        let said = fs::read_to_string(log).unwrap_or_default();
-        let why = said
-            .lines()
-            .last()
-            .unwrap_or("it is not in the lab's folder, which another run uses");
+        let why = not_made(&self.linux(kernel))?;
         Some(format!("no Linux {}: {why}", kernel.series()))
     }
+
+    /// The same of LNet for it, made from a checkout of Lustre.
+    pub(crate) fn missing_lnet(&self, kernel: Kernel) -> Option<String> {
+        let why = not_made(&self.lnet(kernel))?;
+        Some(format!("no LNet for Linux {}: {why}", kernel.series()))
+    }
+}
+
+/// Why a folder of the lab's is not ready, if it is not.
+fn not_made(folder: &Path) -> Option<String> {
+    let mut log = folder.to_owned().into_os_string();
+    log.push(".log");
+    let said = fs::read_to_string(log).ok();
+    if said.is_none() && folder.join("ready").exists() {
+        return None;
+    }
+    let why = said.as_deref().unwrap_or_default().lines().last();
+    Some(
+        why.unwrap_or("it is not in the lab's folder, which another run uses")
+            .to_owned(),
+    )
 }
 
 /// A folder for sockets that goes away with its owner.
@@ -181,8 +201,9 @@ pub(crate) fn run_quiet(program: &str, args: &[&str]) -> Result<(), Error> {
 }
 
 /// Runs `lab/setup.sh`; the folder is ready afterwards, and stays so while the returned file is open. A kernel may be
-/// [missing](Places::missing).
-pub(crate) fn prepare(scripts: &Path, folder: &Path, kernels: &[Kernel]) -> Result<File, Error> {
+/// [missing](Places::missing), and [LNet](Places::missing_lnet) for one.
+pub(crate) fn prepare(places: &Places, kernels: &[Kernel]) -> Result<File, Error> {
+    let folder = &places.lab;
     if folder.display().to_string().contains(char::is_whitespace) {
         // The kernel's makefiles can't do with it.
         return Err(format!(
@@ -198,13 +219,13 @@ pub(crate) fn prepare(scripts: &Path, folder: &Path, kernels: &[Kernel]) -> Resu
     loop {
         check_stop()?;
         if lock.try_lock().is_ok() {
-            setup(scripts, folder, &lock, &[&kernels])?;
+            setup(places, &lock, &[&kernels])?;
             lock.lock_shared()?;
             return Ok(lock);
         }
         if lock.try_lock_shared().is_ok() {
             // Others use it: it is ready, unless setup.sh has changed since.
-            setup(scripts, folder, &lock, &[&kernels, "in-use"])?;
+            setup(places, &lock, &[&kernels, "in-use"])?;
             return Ok(lock);
         }
         // Another run prepares it.
@@ -212,9 +233,12 @@ pub(crate) fn prepare(scripts: &Path, folder: &Path, kernels: &[Kernel]) -> Resu
     }
 }
 
-fn setup(scripts: &Path, folder: &Path, lock: &File, more: &[&str]) -> Result<(), Error> {
+fn setup(places: &Places, lock: &File, more: &[&str]) -> Result<(), Error> {
     let mut command = Command::new("bash");
-    command.arg(scripts.join("setup.sh")).arg(folder).args(more);
+    command.arg(places.scripts.join("setup.sh")).arg(&places.lab).args(more);
+    if let Some(lustre) = &places.lustre {
+        command.env("LUSTRE", lustre);
+    }
     // The lock is held for as long as any of its programs runs, whatever happens to this process. A terminal's ctrl-C goes
     // to us alone, for a package manager must not be interrupted: the script ends after the step that it is at.
     command.stdin(lock.try_clone()?).process_group(0);

@@ -157,6 +157,9 @@ pub(crate) struct Cli {
     /// builds, where the scenario is among those that run]
     #[arg(long, value_name = "FILE")]
     ublk: Option<PathBuf>,
+    /// A checkout of Lustre, from which LNet is built for the guests' kernels: the scenarios `lnet-*` run, which else do not
+    #[arg(long, value_name = "FOLDER", conflicts_with = "peer")]
+    lustre: Option<PathBuf>,
     /// Only what runs beside the rest: for the second process of a run
     #[arg(long, hide = true)]
     beside: bool,
@@ -188,6 +191,10 @@ impl Cli {
     }
 }
 
+fn canonical(path: &Path) -> Result<PathBuf, Error> {
+    fs::canonicalize(path).map_err(|e| format!("{}: {e}", path.display()).into())
+}
+
 fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
     let lab = match cli.peer {
         // Which has no use for one.
@@ -212,13 +219,14 @@ fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
         logs: fs::canonicalize(logs)?,
         scripts,
         run: run.path.clone(),
-        ferroce: fs::canonicalize(&ferroce).map_err(|e| format!("{}: {e}", ferroce.display()))?,
+        ferroce: canonical(&ferroce)?,
         peer: beside("ferroce-lab"),
         hostile: beside("ferroce-hostile"),
         contract: beside("provider-contract"),
         rdma: beside("ferroce-rdma"),
         kit: cli.kit.clone(),
         ublk: cli.ublk.clone(),
+        lustre: cli.lustre.as_deref().map(canonical).transpose()?,
         keep: cli.keep,
         datapath: cli.datapath,
     })
@@ -330,6 +338,9 @@ fn chosen(cli: &Cli) -> Vec<Scenario> {
     if cli.peer.is_some() {
         // Its MTU is what it is.
         chosen.iter_mut().for_each(|s| s.name = s.name.replace("-mtu1500", ""));
+    }
+    if cli.lustre.is_some() {
+        chosen.iter_mut().for_each(Scenario::with_lustre);
     }
     chosen.retain(|s| {
         let named = cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o));

@@ -80,7 +80,7 @@ impl Outcome {
 }
 
 /// Kinds of scenarios, by number. README.md lists them, too.
-const TITLES: [&str; 16] = [
+const TITLES: [&str; 17] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -97,6 +97,7 @@ const TITLES: [&str; 16] = [
     "RTRS with another host's RDMA device",
     "Block devices by the kernel's NBD",
     "RDS sockets",
+    "LNet with the kernel's o2iblnd",
 ];
 
 /// The table of all scenarios, one a line.

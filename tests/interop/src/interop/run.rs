@@ -64,7 +64,7 @@ pub(crate) fn all(
     if let Some(peer) = Peer::find(cli, places)? {
         return with_peer_all(&peer, places, chosen, outcomes);
     }
-    let _ready = lab::prepare(&places.scripts, &places.lab, &cli.kernels())?;
+    let _ready = lab::prepare(places, &cli.kernels())?;
     let mut beside = match waiting {
         [] => None,
         _ => Some(Beside::start(cli, places)?),
@@ -89,7 +89,10 @@ fn in_turn(
     };
     for s in chosen {
         lab::check_stop()?;
-        let outcome = match places.missing(s.shape.kernel).or_else(|| (s.lacks)(places)) {
+        let outcome = match places
+            .missing(s.shape.kernel)
+            .or_else(|| (s.lacks)(places, s.shape.kernel))
+        {
             Some(why) => Outcome::not_run(s, why),
             None => {
                 guests.ready(s.guests, s.shape)?;

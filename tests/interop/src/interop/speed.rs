@@ -303,7 +303,7 @@ fn to_json(args: &Args, rows: &[Row]) -> Value {
 
 /// Measures all of it.
 pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
-    let _ready = lab::prepare(&places.scripts, &places.lab, &[args.kernel])?;
+    let _ready = lab::prepare(places, &[args.kernel])?;
     if let Some(why) = places.missing(args.kernel) {
         return Err(why.into());
     }

@@ -10,7 +10,7 @@ use super::{
     rdma::{FUNCTIONS, Shown, median},
     rnbd::{Server, fsck, image},
 };
-use crate::{Error, far::Ip, lab::Places};
+use crate::{Error, far::Ip, guest::Kernel, lab::Places};
 
 pub(super) fn list() -> Vec<Scenario> {
     let new = |name: &str, run: fn(&mut Ctx<'_>, &Shown) -> Result<String, Error>| {
@@ -23,7 +23,7 @@ pub(super) fn list() -> Vec<Scenario> {
             taken.map(|()| result)
         })
     };
-    let lacks = |places: &Places| {
+    let lacks = |places: &Places, _: Kernel| {
         let missing = ["nbd-client", "nbdkit"].into_iter().find(|program| {
             let folders = ["/usr/sbin", "/sbin", "/usr/bin"];
             !folders.iter().any(|folder| Path::new(folder).join(program).exists())

@@ -9,6 +9,7 @@ mod contract;
 mod errors;
 mod faults;
 mod handshakes;
+mod lnet;
 mod ops;
 mod paths;
 mod peer;
@@ -123,7 +124,7 @@ pub(crate) struct Scenario {
     /// Sockets of our programs, whatever `--datapath` says.
     pub(crate) datapath: Option<DatapathKind>,
     /// Why it can't run with the programs that there are.
-    pub(crate) lacks: fn(&Places) -> Option<String>,
+    pub(crate) lacks: fn(&Places, Kernel) -> Option<String>,
     pub(crate) run: Run,
 }
 
@@ -164,7 +165,7 @@ impl Scenario {
             wants: &[Want::Software],
             elsewhere: None,
             datapath: None,
-            lacks: |_| None,
+            lacks: |_, _| None,
             run: Box::new(run),
         }
     }
@@ -243,7 +244,7 @@ impl Scenario {
         self
     }
 
-    fn lacks(mut self, lacks: fn(&Places) -> Option<String>) -> Self {
+    fn lacks(mut self, lacks: fn(&Places, Kernel) -> Option<String>) -> Self {
         self.lacks = lacks;
         self
     }
@@ -256,6 +257,11 @@ impl Scenario {
     fn elsewhere(mut self, why: &'static str) -> Self {
         self.elsewhere = Some(why);
         self
+    }
+
+    /// There is a checkout of Lustre.
+    pub(crate) fn with_lustre(&mut self) {
+        self.elsewhere = self.elsewhere.filter(|why| *why != lnet::NO_CHECKOUT);
     }
 
     /// Whether its programs talk over this protocol.
@@ -272,7 +278,7 @@ impl Scenario {
 
     /// For the table.
     pub(crate) fn setting(&self) -> String {
-        if self.elsewhere.is_some() || self.peer_only {
+        if self.peer_only || self.elsewhere.is_some_and(|why| why != lnet::NO_CHECKOUT) {
             return "any RoCE device".to_owned();
         }
         let Shape { cpus, mtu, kernel } = self.shape;
@@ -311,6 +317,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             strangers::list(),
             rdma::list(),
             rds::list(),
+            lnet::list(),
         ];
         all.extend(
             lists

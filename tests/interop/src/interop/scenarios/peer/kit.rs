@@ -15,7 +15,7 @@ use crate::{Error, far::Ip, lab::Proc};
 
 pub(super) fn scenario() -> Scenario {
     let s = Scenario::new(1, "hardware-kit", Direction::Both, kit);
-    s.lacks(|places| match &places.kit {
+    s.lacks(|places, _| match &places.kit {
         Some(_) => None,
         None => Some("no --kit FILE".to_owned()),
     })

@@ -17,7 +17,12 @@ use std::{
 };
 
 use super::{Ctx, Scenario};
-use crate::{Error, far::Ip, guest::Guest, lab::Places};
+use crate::{
+    Error,
+    far::Ip,
+    guest::{Guest, Kernel},
+    lab::Places,
+};
 
 pub(super) fn list() -> Vec<Scenario> {
     let lists = [
@@ -30,7 +35,7 @@ pub(super) fn list() -> Vec<Scenario> {
     lists.into_iter().flatten().map(|s| s.lacks(not_built)).collect()
 }
 
-fn not_built(places: &Places) -> Option<String> {
+fn not_built(places: &Places, _: Kernel) -> Option<String> {
     let lacking = [&places.contract, &places.rdma].into_iter().find(|p| !p.exists())?;
     Some(format!("no {}: roce-hw was not built", lacking.display()))
 }
