@@ -820,7 +820,7 @@ fn a_daemon_without_tasks_says_how_they_come() {
     let line = first_line(&[]);
     for word in [
         "no --config FILE",
-        "`ferroce serve --daemon …`",
+        "`ferroce serve`, `map`, `rds node` and `lnet serve` with --daemon",
         &control.display().to_string(),
     ] {
         assert!(line.contains(word), "{word}: {line}");

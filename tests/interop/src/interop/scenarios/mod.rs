@@ -498,7 +498,9 @@ mod tests {
         let fault = |s: &Scenario| Some((*NETEM.iter().find(|w| s.netem.is_some_and(|n| n.contains(**w)))?).to_owned());
         // What both directions are in counts for each.
         let in_both = |ci: bool| -> BTreeSet<String> {
-            let both = all.iter().filter(|s| s.direction == Direction::Both && (s.ci || !ci));
+            let both = all
+                .iter()
+                .filter(|s| s.elsewhere.is_none() && s.direction == Direction::Both && (s.ci || !ci));
             let each = [Direction::OursToKernel, Direction::KernelToOurs];
             both.flat_map(|s| each.map(|d| format!("{} {}", s.number, d.text())))
                 .collect()
