@@ -19,7 +19,8 @@ use crate::{
 };
 
 const NEEDED: [Tool; 1] = [Tool::new("cc", "gcc")];
-/// Addresses of receiver and sender, which no other part has: each has a node and a broker of its own, as on two hosts, which end some time later.
+/// Addresses of receiver and sender. Each has a node and a broker of its own, as on two hosts. These end some time after the programs, so
+/// that no other part has the addresses.
 const ADDRS: [&str; 2] = ["127.0.0.13", "127.0.0.14"];
 const PORT: &str = "15204";
 /// Bytes of a message, their name, and the others that can send it: a datagram of UDP has 64 KiB at most.
