@@ -31,7 +31,7 @@ pub(super) fn page(version: &str) -> Roff {
     roff.control("SH", ["DESCRIPTION"]);
     for paragraph in [
         "The configuration file of ferroce-daemon(1) is TOML. It has one table for each server, [serve.NAME], for each \
-         mapping, [map.NAME], for each RDS node, [rds.NAME], and for each LNet node, [lnet.NAME]; their keys are the options of ferroce-serve(1), ferroce-map(1) and \
+         mapping, [map.NAME], for each RDS node, [rds.NAME], and for each LNet node, [lnet.NAME]; their keys are the options of ferroce-serve(1), ferroce-map(1), \
          ferroce-rds-node(1) and ferroce-lnet-serve(1) without the dashes. The table [daemon] has options of \
          ferroce-daemon(1) itself. The table [control] limits tasks that members of the control socket's group start: without a key, what it \
          allows is refused.",
